@@ -101,7 +101,7 @@ def backward_nodes(
     is_scoped = scope_test(scopes)
     for node in order:
         seed = is_seed(node) and node.name not in forward and node not in created
-        if seed or is_scoped(node.name):
+        if node.op != "Const" and (seed or is_scoped(node.name)):  # A constant may have consumers of both phases.
             result.add(node)
         elif any(t.node in result for t in node.inputs) or (
             # custom_gradient functions order their ops after the incoming gradient by control edges.

@@ -88,7 +88,11 @@ class GraphAnalysis:
         """Axis layouts of images, found when they are first needed: the passes of a swapped step need none."""
         if self._layouts is None:
             self._layouts = Layouts()  # The views of the ops refer to it while it is filled.
-            self._find_layouts(self._layouts)
+            try:
+                self._find_layouts(self._layouts)
+            except BaseException:
+                self._layouts = None
+                raise
         return self._layouts
 
     def _find_layouts(self, layouts: Layouts) -> None:

@@ -17,7 +17,7 @@
 8. Connects the frames of unrolled loops directly (`connect_frames.py`).
 9. For tiling, folds matrices of pixels into images (`matrices_to_images.py`), and adds a batch axis to images without
    one (`add_batch_axis.py`).
-10. Unless a pipeline compares two traces, merges equal constants (`merge_constants.py`).
+10. Merges equal constants (`merge_constants.py`), unless the graph is compared with another trace of the step.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from rewriters.canonicalize import (
     expand_fused_batch_norm,
     expand_grouped_conv,
     matrices_to_images,
-    merge_constants,
 )
+from rewriters.canonicalize.merge_constants import MergeConstants
 from rewriters.device.loop_lists import add_loop_facts
 from rewriters.errors import RewriteError
 from rewriters.ir import tf_internals
@@ -57,7 +57,7 @@ class CanonicalMode(enum.Enum):
     Attributes:
         EXACT: No step that may change rounding; results differ in the sign of a zero at most. For swapping.
         BATCH_ANALYSIS: Also expands grouped convolutions, so that the analysis of the batch sees their samples and
-            weights, and skips step 10. For pipelines.
+            weights. For pipelines.
         TILING: Also expands grouped convolutions and fused batch normalisation, and runs step 9. Results are equal up
             to rounding.
     """
@@ -67,12 +67,16 @@ class CanonicalMode(enum.Enum):
     TILING = "tiling"
 
 
-def read_canonical(concrete_fn: Any, mode: CanonicalMode = CanonicalMode.TILING) -> Graph:
+def read_canonical(
+    concrete_fn: Any, mode: CanonicalMode = CanonicalMode.TILING, *, merge_constants: bool = False
+) -> Graph:
     """Read a traced function and return its canonical graph.
 
     Args:
         concrete_fn: A traced function, as `get_concrete_function` returns.
         mode: Rewritings that are allowed.
+        merge_constants: Whether to run step 10. Two traces of a step for different batch sizes are compared constant by
+            constant: in one of them a batch size may equal another number.
     """
     graph = from_concrete_function(concrete_fn)
     graph.prune()
@@ -86,17 +90,19 @@ def read_canonical(concrete_fn: Any, mode: CanonicalMode = CanonicalMode.TILING)
             graph = expand_grouped_conv.expand_grouped_convolutions(concrete_fn, outline)
         graph.prune()
     graph = canonicalize_graph(graph, mode)
+    if merge_constants:
+        graph = run_pass(MergeConstants(), graph).graph
     add_loop_facts(graph)
     return graph
 
 
 def canonicalize_graph(graph: Graph, mode: CanonicalMode = CanonicalMode.TILING) -> Graph:
-    """Return `graph` after steps 2 to 8, step 9 in mode `TILING`, and step 10 in all modes but `BATCH_ANALYSIS`."""
+    """Return `graph` after steps 2 to 8, and step 9 in mode `TILING`."""
     return run_pass(Canonicalization(mode), graph).graph
 
 
 class Canonicalization(GraphPass[PassResult]):
-    """Runs steps 2 to 9 on a copy of a graph until none of them changes it, then step 10.
+    """Runs steps 2 to 9 on a copy of a graph until none of them changes it.
 
     The steps edit the copy in place: each of them runs several times, and a copy for each takes longer than the step.
     """
@@ -118,8 +124,6 @@ class Canonicalization(GraphPass[PassResult]):
             again, round_changed = self._round(new)
             changed |= round_changed
             if not again:
-                if self.mode is not CanonicalMode.BATCH_ANALYSIS:
-                    changed |= merge_constants.merge_constants(new)
                 return PassResult(new if changed else graph, changed)
         raise RewriteError(f"Canonicalization is not stable after {MAX_ROUNDS} rounds. Please report it.")
 

@@ -1,7 +1,7 @@
 """Constant merging: one constant for all small ones with the same value.
 
-Every layer and every variable's update brings axes, shapes, rates and small numbers of its own. They are a quarter of
-the ops of a deep network, and all analyses visit them.
+Layers and optimizers each create their own constants for axes, shapes and rates. In a network of 244 convolutions,
+5,887 of 23,092 ops are constants, with 139 values. All analyses visit all ops.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Hashable
 
 from rewriters.analysis.autodiff_roles import is_seed
 from rewriters.ir.graph import Graph, Tensor
+from rewriters.ir.graph_pass import GraphPass, PassResult
 
 __all__: list[str] = []
 
@@ -17,18 +18,31 @@ MAX_BYTES = 1024
 """Bytes of the largest constants that are compared."""
 
 
-def merge_constants(graph: Graph) -> bool:
-    """Let consumers of equal constants read the first of them, in place.
+class MergeConstants(GraphPass[PassResult]):
+    """Lets consumers of equal constants read the first of them.
 
-    Constants that gradients read alone, or that autodiff created, are not merged with others, because roles of ops are
-    found by them. Constants that wait for other ops, that ops wait for, and results of the graph stay, too.
+    These constants stay as they are:
 
-    Args:
-        graph: The graph, which is edited.
-
-    Returns:
-        Whether any were merged.
+    - constants that only gradients read, or that autodiff created, beside others: autodiff roles are derived from them;
+    - constants that wait for ops, or that ops wait for;
+    - results of the graph.
     """
+
+    def call(self, graph: Graph) -> PassResult:
+        """Merge constants in a copy of the graph."""
+        new = graph.copy()
+        merged = _equal_constants(new)
+        for node in new.nodes.values():
+            if any(tensor in merged for tensor in node.inputs):
+                node.inputs = [merged.get(tensor, tensor) for tensor in node.inputs]
+        for tensor in merged:
+            del new.nodes[tensor.node.name]
+        new.aliases = {name: merged.get(tensor, tensor) for name, tensor in new.aliases.items()}
+        return PassResult(new if merged else graph, bool(merged))
+
+
+def _equal_constants(graph: Graph) -> dict[Tensor, Tensor]:
+    """Return for each constant that another one can replace that other one."""
     consumers = graph.consumers()
     excluded = {tensor.node for tensor in graph.outputs}
     excluded.update(before for node in graph.nodes.values() for before in node.control_inputs)
@@ -42,9 +56,4 @@ def merge_constants(graph: Graph) -> bool:
         source = first.setdefault(key, node.out())
         if source.node is not node:
             merged[node.out()] = source
-    for tensor in merged:
-        for consumer, position in consumers.get(tensor, ()):
-            consumer.inputs[position] = merged[tensor]
-        del graph.nodes[tensor.node.name]
-    graph.aliases = {name: merged.get(tensor, tensor) for name, tensor in graph.aliases.items()}
-    return bool(merged)
+    return merged

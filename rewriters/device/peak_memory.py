@@ -331,7 +331,7 @@ def replay(
             held[key] = pool.map(num_bytes)
             continue
         before = now = pool.in_use
-        if blocks or name in inner:  # Most ops are neither.
+        if blocks or name in inner:  # Most ops have no scratch memory and are no loops.
             handles = [pool.allocate(block) for block in blocks]
             now = max([pool.in_use, *(peak_bytes_of(iteration, pool) for iteration in inner.get(name, ()))])
             for handle in handles:

@@ -143,7 +143,7 @@ class Node:
 
     def without_edges(self) -> Node:
         """Return a copy without operands and control inputs."""
-        copied = Node.__new__(Node)  # Half of the time of a copied graph would be spent in `__init__`.
+        copied = Node.__new__(Node)  # `__init__` would take half of the time of a copy.
         copied.name = self.name
         copied.op = self.op
         copied.inputs = []

@@ -167,7 +167,10 @@ def has_own_leading_size(op_type: str) -> bool:
     return op_type in ops_with(Trait.OWN_LEADING_SIZE) or any(family in op_type for family in _OWN_SIZE_FAMILIES)
 
 
-_OWN_SIZE_FAMILIES = ("Gather", "Unique", "Dynamic", "Segment", "TensorList", "Call")
+_OWN_SIZE_FAMILIES = (
+    *("Gather", "Unique", "Dynamic", "Segment", "TensorList", "Call"),
+    *("Ragged", "SparseTo", "SparseTensor", "SparseRe"),
+)
 """Parts of the names of op families."""
 
 T = Trait  # A short name for the rows below.

@@ -281,15 +281,16 @@ class _MemoryOrder:
                 if len(self._readers[buffer]) == 1:  # The last reader frees the buffer.
                     ready |= self._readers[buffer]
             for other in sorted(ready, key=self._rank.__getitem__, reverse=True):
-                if other not in self._done and not self._waiting[other] and self._takes_nothing(other):
+                if other not in self._done and not self._waiting[other] and self._needs_no_memory(other):
                     pending.append(other)
 
-    def _takes_nothing(self, node: Node) -> bool:
-        """Return whether an op frees more than it allocates, or writes its result over an operand."""
+    def _needs_no_memory(self, node: Node) -> bool:
+        """Return whether an op frees more than it allocates, or writes its result over an operand, never a variable."""
         freed, allocated = self._freed(node), self._allocated[node]
         if freed != allocated or not may_run_in_place(node):
             return freed > allocated
-        return any(self._num_bytes[buffer] == freed and allocates(buffer.node) for buffer in self._read_buffers[node])
+        last = [buffer for buffer in self._read_buffers[node] if self._readers[buffer] == {node}]
+        return any(self._num_bytes[buffer] == freed > 0 and allocates(buffer.node) for buffer in last)
 
     def _freed(self, node: Node) -> int:
         """Return the bytes that a node frees: of the buffers of which it is the last reader."""

@@ -177,28 +177,30 @@ class _SwapSelector:
         return SwapPlan(swaps, self.left)
 
     def _reachable(self) -> Iterable[Tensor]:
-        """Yield the tensors of forward ops, breadth first from the starting ops (5.1)."""
-        queue = collections.deque(self._starts())
-        seen = set(queue)
-        while queue:
-            node = queue.popleft()
-            yield from (node.out(index) for index in range(len(node.outputs)))
-            for index in range(len(node.outputs)):
-                for reader, _ in self.analysis.consumers.get(node.out(index), ()):
-                    if reader not in seen and reader not in self.analysis.backward:
-                        seen.add(reader)
-                        queue.append(reader)
+        """Yield the tensors of forward ops, breadth first from each group of starting ops (5.1)."""
+        seen: set[Node] = set()
+        for starts in self._starts():
+            queue = collections.deque(node for node in starts if node not in seen)
+            seen.update(queue)
+            while queue:
+                node = queue.popleft()
+                yield from (node.out(index) for index in range(len(node.outputs)))
+                for index in range(len(node.outputs)):
+                    for reader, _ in self.analysis.consumers.get(node.out(index), ()):
+                        if reader not in seen and reader not in self.analysis.backward:
+                            seen.add(reader)
+                            queue.append(reader)
 
-    def _starts(self) -> list[Node]:
-        """Return the ops that the options name; by default arguments, and then draws, such as those of dropout."""
+    def _starts(self) -> list[list[Node]]:
+        """Return the ops that the options name; by default the arguments, then draws, such as those of dropout."""
         scope, names = self.options.starting_scope, self.options.starting_op_names
         forward = [node for node in self.analysis.order if node not in self.analysis.backward]
         if scope is None and not names:
             data = self.analysis.data
             arguments = [t.node for t in self.analysis.graph.inputs if t.node in data]
             draws = [n for n in forward if n in data and not any(before in data for before in producers(n))]
-            return list(dict.fromkeys([*arguments, *draws]))
-        return [n for n in forward if n.name in names or (scope is not None and in_scope(n.name, scope))]
+            return [arguments, draws]
+        return [[n for n in forward if n.name in names or (scope is not None and in_scope(n.name, scope))]]
 
     def _swap(self, tensor: Tensor) -> Swap | None:
         """Return the swap of a tensor, `None` if it stays."""

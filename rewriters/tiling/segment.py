@@ -209,7 +209,12 @@ class BackwardRegion:
         if self.must_materialise:
             return
         if not self.nodes:
-            self._add_kernels()
+            self._add_gradients_of_entries()
+            try:
+                self._make_convex()
+                self._update_kinds()
+            except NotTileableError:  # They lower scratch memory alone.
+                self.nodes, self.results = set(), {}
         self._make_convex()
         self._update_kinds()
         before_growth = set(self.nodes), dict(self.results)
@@ -298,14 +303,22 @@ class BackwardRegion:
                     queued.add(other)
                     heapq.heappush(heap, (position[other], other))
 
-    def _add_kernels(self) -> None:
-        """Add the gradients of convolutions and pools that read an entry, and those that read the same gradient."""
-        entries = self.analysis.sorted({t.node for t in self.forward_operands if self.analysis.is_image(t)} - self.ops)
-        for node in self.analysis.sorted({other for entry in entries for other in self._backward_consumers(entry)}):
-            if is_conv_or_pool_grad(node):
+    def _add_gradients_of_entries(self) -> None:
+        """Add the gradients of convolutions and pools that read an entry, and those that read the same gradient.
+
+        An entry that convolutions or pools outside read, too, has gradients of theirs, and none is added.
+        """
+        entries = {t for t in self.forward_operands if t.node not in self.ops and self.analysis.is_image(t)}
+        for entry in sorted(entries, key=lambda t: t.name):
+            consumers = self._data_consumers(entry)
+            forward = [other for other in consumers if other not in self.analysis.backward]
+            gradients = [other for other in consumers if other not in forward and is_conv_or_pool_grad(other)]
+            if not self.ops.issuperset(forward):
+                continue
+            for node in self.analysis.sorted(set(gradients)):
                 incoming = {t for t in node.inputs if self.kind(t) is TileKind.PARTIAL}
-                beside = [other for t in incoming for other in self._data_consumers(t) if is_conv_or_pool_grad(other)]
-                for other in self.analysis.sorted({node, *beside}):
+                siblings = {n for t in incoming for n in self._data_consumers(t) if is_conv_or_pool_grad(n)}
+                for other in self.analysis.sorted({node, *siblings}):
                     kind = self._absorbable(other, incoming)
                     if kind is not None:
                         self._add(other, kind)

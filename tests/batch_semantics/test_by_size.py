@@ -318,3 +318,27 @@ def test_input_signature_of_known_batch_is_refused_with_remedy():
     for data in ([], [batch(8)]):
         with pytest.raises(PipelineError, match="no `input_signature`, or trace it with a batch of `None`"):
             step.rewritten(data, "example")
+
+
+def test_number_that_equals_the_size_of_a_micro_batch_is_not_taken_for_it():
+    """In the trace for a micro-batch both are 2; with tiles, too, the traces are compared constant by constant."""
+    image = x = keras.Input((8, 8, 3))
+    for name in ("first", "second"):
+        x = keras.layers.Conv2D(4, 3, padding="same", activation="relu")(x)
+        x = keras.layers.Conv2D(4, 3, padding="same", activation="tanh", name=name)(x)
+    model = keras.Model(image, keras.layers.Dense(3)(keras.layers.GlobalAveragePooling2D()(x)))
+    weights = model.trainable_variables
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            losses = keras.losses.sparse_categorical_crossentropy(y, model(x, training=True), from_logits=True)
+            penalty = real(2.0) * tf.reduce_sum(weights[0] ** 2)
+            loss = tf.reduce_sum(losses) / real(float(x.shape[0])) + penalty
+        return loss, penalty, tape.gradient(loss, weights)
+
+    batch = tf.constant(np.random.default_rng(0).normal(size=(4, 8, 8, 3))), tf.constant([0, 1, 2, 0])
+    pipeline = PipelineParams(["first"], "gpipe", 2, ["CPU:0"] * 2, placement="copy")
+    function = tf.function(step, autograph=False)
+    rewritten = tflms_sft.rewrite(function, [tflms_sft.SFTParams((2, 2)), pipeline], *batch)
+    pairs = zip(tf.nest.flatten(rewritten(*batch)), tf.nest.flatten(function(*batch)), strict=True)
+    assert max(float(tf.reduce_max(abs(got - want))) for got, want in pairs) < TOLERANCE

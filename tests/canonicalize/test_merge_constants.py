@@ -7,24 +7,24 @@ import pytest
 import tensorflow as tf
 
 from rewriters.analysis.autodiff_roles import gradient_seed_constants
+from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize.canonicalize import CanonicalMode, read_canonical
 from rewriters.canonicalize.merge_constants import MAX_BYTES
 from rewriters.ir.static_values import constant
 
 
-def _constants(function, *arguments, mode=CanonicalMode.EXACT):
-    graph = read_canonical(tf.function(function).get_concrete_function(*arguments), mode)
+def _constants(function, *arguments, merge=True):
+    concrete = tf.function(function).get_concrete_function(*arguments)
+    graph = read_canonical(concrete, CanonicalMode.EXACT, merge_constants=merge)
     return [constant(node) for node in graph.nodes.values() if node.op == "Const"], graph
 
 
 X = tf.TensorSpec((2, 3))
 
 
-@pytest.mark.parametrize(
-    ("mode", "count"), [(CanonicalMode.EXACT, 1), (CanonicalMode.TILING, 1), (CanonicalMode.BATCH_ANALYSIS, 3)]
-)
-def test_merge_constants_equal_values(mode, count):
-    values, _ = _constants(lambda x: tf.sin(x * 0.3) * 0.3 + tf.constant(0.3), X, mode=mode)
+@pytest.mark.parametrize(("merge", "count"), [(True, 1), (False, 3)])
+def test_merge_constants_equal_values(merge, count):
+    values, _ = _constants(lambda x: tf.sin(x * 0.3) * 0.3 + tf.constant(0.3), X, merge=merge)
     assert len(values) == count and all(value == np.float32(0.3) for value in values)
 
 
@@ -72,3 +72,24 @@ def test_merge_constants_gradient_seeds_stay():
     _, graph = _constants(function, X)
     assert len(_equal_to(graph, 1.0)) == 2
     assert [seed.node for seed in gradient_seed_constants(graph)] == _equal_to(graph, 1.0)[1:]
+
+
+def test_merge_constants_one_of_an_optimizer_keeps_later_forward_ops_forward():
+    """Two networks in one step: a constant of the first update is read by the second network."""
+    first, second = (tf.Variable(np.ones((3, 3, 2, 2), np.float32)) for _ in range(2))
+
+    def function(x):
+        losses = []
+        for number, weight in enumerate((first, second)):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(tf.tanh(tf.nn.conv2d(x * (0.3 if number else 0.4), weight, 1, "SAME")))
+            gradient = tape.gradient(loss, weight)
+            with tf.name_scope(f"update{number}"):
+                weight.assign_sub(tf.constant(0.3) * gradient)
+            losses.append(loss)
+        return losses
+
+    _, graph = _constants(function, tf.TensorSpec((2, 8, 8, 2)))
+    analysis = GraphAnalysis(graph, ("update0", "update1"))
+    forward = [node.op for node in analysis.order if node.op in ("Conv2D", "Tanh") and node not in analysis.backward]
+    assert len(_equal_to(graph, 0.3)) == 1 and sorted(forward) == ["Conv2D", "Conv2D", "Tanh", "Tanh"]

@@ -274,6 +274,27 @@ class Sparse(keras.Model):
         return self.head(tf.reduce_mean(self.body(images), [1, 2])) + self.side(total)
 
 
+@pytest.mark.parametrize("batch", [2, 3])
+def test_fit_ragged_batches_of_open_size_are_not_taken_to_have_one_value_per_row(batch):
+    class Embedded(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.head = layers.Embedding(30, 4), layers.Dense(1)
+
+        def call(self, words):
+            return self.head(tf.reduce_mean(self.embedding(words.to_tensor()), 1))
+
+    words = tf.ragged.constant([[1, 2, 3], [4], [5, 6], [7, 8, 9, 10], [11], [12, 13]], dtype=tf.int64)
+    data = tf.data.Dataset.from_tensor_slices((words, np.ones((6, 1)))).batch(batch)
+    losses = []
+    for callbacks in ([], [tflms_sft.MemoryBudget("1GiB", verbose=0)]):
+        keras.utils.set_random_seed(0)
+        model = Embedded()
+        model.compile("sgd", "mse")
+        losses.append(model.fit(data, verbose=0, shuffle=False, callbacks=callbacks).history["loss"])
+    np.testing.assert_allclose(*losses, rtol=1e-10)
+
+
 @pytest.mark.parametrize("kind", ["sparse", "ragged"])
 @pytest.mark.filterwarnings("ignore:.*looks like it has unbuilt state")
 def test_fit_composite_input_equals_plain(kind):

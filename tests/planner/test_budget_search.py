@@ -437,3 +437,34 @@ def test_budget_error_below_variables_says_so():
     step = gradient_step(keras.Model(image, layers.Dense(50)(layers.Flatten()(layers.Conv2D(4, 3)(x)))))
     text, _ = remedy(step, "1MiB", 1)
     assert "weights and optimizer slots alone exceed it" in text
+
+
+def rolled(x):
+    return keras.ops.roll(x, 3, axis=1)
+
+
+def test_budget_error_names_a_budget_that_fewer_swaps_meet():
+    """With all swaps more transfers are under way, and the peak is half as high again as with three of four."""
+    image = keras.Input((32, 32, 3))
+    x = layers.Dense(32, activation="softmax")(rolled(image))
+    x = layers.Conv2D(16, 3, padding="same", activation="relu")(rolled(x))
+    x = layers.Conv2D(128, 1, activation="sigmoid")(rolled(x))
+    step = gradient_step(model_of_image(image, x))
+    spec = tf.TensorSpec((8, 32, 32, 3))
+    with pytest.raises(BudgetError) as caught:
+        tflms_sft.rewrite(step, AutoParams("1MiB"), spec)
+    assert tflms_sft.rewrite(step, AutoParams(caught.value.smallest_bytes), spec).plan.changed
+
+
+def test_budget_without_room_for_swaps_names_the_room(monkeypatch):
+    image = x = keras.Input((32, 32, 3))
+    for _ in range(3):
+        x = rolled(layers.Conv2D(16, 3, padding="same", activation="relu")(x))
+    step = gradient_step(model_of_image(image, x))
+    spec = tf.TensorSpec((8, 32, 32, 3))
+    with pytest.raises(BudgetError) as caught:
+        tflms_sft.rewrite(step, AutoParams("1MiB"), spec)
+    for module in ("swap_search", "swap_planner"):
+        monkeypatch.setattr(f"tflms_sft._planner.{module}.no_room", lambda *_: "`spill_dir` has too little space.")
+    with pytest.raises(tflms_sft.SwapError, match="too little space"):
+        tflms_sft.rewrite(step, AutoParams(caught.value.smallest_bytes), spec)

@@ -133,6 +133,18 @@ def test_plan_swaps_draws_are_swapped(rate_of):
     assert same_bits(step, result.function)
 
 
+def test_plan_swaps_draws_come_after_what_depends_on_arguments():
+    def net(x):
+        x = layers.Conv2D(4, 3, padding="same", activation="relu")(x)
+        for _ in range(3):
+            x = layers.Conv2D(4, 3, padding="same", activation="relu")(layers.Dropout(0.5, seed=1)(x))
+        return x
+
+    swaps = swapped(keras_step(net, (16, 24), 2)).plan.swaps
+    is_mask = [swap.tensor.dtype == tf.bool for swap in swaps]
+    assert any(is_mask) and is_mask == sorted(is_mask)
+
+
 def test_insert_swaps_swap_in_waits_for_control_op():
     step = keras_step(plain, (16, 24), 2)
     result = swapped(step)

@@ -116,7 +116,7 @@ def _built(traces: BatchTraces, chosen: RewriteRequest, params: PipelineParams) 
     """Return the pipeline and notes for its plan."""
     samples = max(traces.batch // params.total_micro_batches, 1) if traces.batch else None
     mode = CanonicalMode.BATCH_ANALYSIS if chosen.tiles is None else CanonicalMode.TILING
-    traced = analyse_step(traces.micro, traces.record, samples, mode)
+    traced = analyse_step(traces.micro, traces.record, samples, mode, merge_constants=False)
     analysis = traced.analysis
     analysis.require_backward()
     sizes = TraceComparison(

@@ -120,7 +120,8 @@ class _Check:
 
     def __init__(self, traces: BatchTraces, params: PipelineParams) -> None:
         self.params = params
-        self.analysis = analyse_step(traces.micro, traces.record, None, CanonicalMode.BATCH_ANALYSIS).analysis
+        mode = CanonicalMode.BATCH_ANALYSIS
+        self.analysis = analyse_step(traces.micro, traces.record, None, mode, merge_constants=False).analysis
         self.names = _UserNames(traces, self.analysis)
         self._refuse_bodies()
         self.parts: StepPartition = split_step(self.analysis, traces.batched, traces.hints)

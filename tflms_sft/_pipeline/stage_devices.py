@@ -100,7 +100,7 @@ def _probe(model: Any, specs: Any) -> TracedStep:
         return [g for g in tape.gradient(loss, model.trainable_variables) if g is not None]
 
     concrete_fn, record = trace_step(tf.function(step, autograph=False), (specs,), {})
-    return analyse_step(concrete_fn, record, None, CanonicalMode.BATCH_ANALYSIS)
+    return analyse_step(concrete_fn, record, None, CanonicalMode.BATCH_ANALYSIS, merge_constants=False)
 
 
 def _chosen(traced: TracedStep, params: PipelineParams) -> list[list[Any]]:

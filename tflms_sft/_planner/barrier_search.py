@@ -403,7 +403,8 @@ class BarrierSearch:
                 if self._least_seconds(plan) >= fastest:
                     break
                 candidates += _with_halos(plan, limit)
-                fastest = min(candidate.time_ratio for candidate in candidates) * self._traced.seconds
+                ratios = (candidate.time_ratio for candidate in candidates)
+                fastest = min(ratios, default=math.inf) * self._traced.seconds
         return min(candidates, key=_rank, default=None)
 
     @functools.cached_property

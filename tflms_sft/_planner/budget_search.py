@@ -293,8 +293,11 @@ class LeastMemory:
         return SwapSearch(self._traced, self._search.smallest.plans, swaps_within(self._params, least=True))
 
     def swaps_alone(self, limit: int) -> list[FeasiblePlan]:
-        """Return the plan with swaps of small tensors, too, and without tiles, if it fits."""
-        return [] if self._params.swap is False else self._with_swaps(self._traced.plain, self._untiled, limit)
+        """Return the plan with swaps of small tensors, too, and without tiles, if it fits and they have room."""
+        if self._params.swap is False:
+            return []
+        plans = self._with_swaps(self._traced.plain, self._untiled, limit)
+        return [plan for plan in plans if plan.plan.swaps is not None and self._untiled.has_room(plan.plan.swaps)]
 
     def within(self, limit: int) -> Iterator[FeasiblePlan]:
         """Yield the plans that fit, so that the smallest budget that an error names can be met, and any above."""
@@ -308,7 +311,7 @@ class LeastMemory:
     def _with_swaps(self, candidate: Candidate, swaps: SwapSearch, limit: int) -> list[FeasiblePlan]:
         """Return the plan with tiles and swaps, if it fits."""
         tuned = swaps.tuned(limit)
-        if tuned is None or not swaps.has_room(tuned):
+        if tuned is None:
             return []
         why = BOTH if candidate.plans else "swaps, because no tiles fit"
         seconds = swaps.seconds(tuned, candidate.time_ratio * self._traced.seconds)
@@ -328,9 +331,9 @@ def _too_small(traced: TracedStep, params: AutoParams, search: TileSearch, least
     smallest = int(peak.peak_bytes * traced.correction / (1 - params.headroom)) + 1
     corrected = ""
     if traced.correction != 1:
-        corrected = f" An earlier plan took {traced.correction:.2f} times its predicted memory. " + fragmentation_hint(
-            traced.correction, int(params.memory_budget), peak.peak_bytes
-        )
+        corrected = f" An earlier plan took {traced.correction:.2f} times its predicted memory."
+    if traced.correction > 1:
+        corrected += " " + fragmentation_hint(traced.correction, int(params.memory_budget), peak.peak_bytes)
     parts, name = takes_most(traced, plans, peak)
     layers = unsupported_layers(traced, search.left)
     untiled = f" Not tiled: {shortened(layers, MAX_NAMES)}." if layers else ""
@@ -373,7 +376,7 @@ def _remedy(traced: TracedStep, params: AutoParams, search: TileSearch, smallest
 
 
 def _is_mixed(traced: TracedStep) -> bool:
-    """Return whether a step has images of half precision already."""
+    """Return whether a step has tensors of half precision already."""
     nodes = traced.analysis.graph.nodes.values()
     return any(dtype in (tf.float16, tf.bfloat16) for node in nodes for dtype, _ in node.outputs)
 

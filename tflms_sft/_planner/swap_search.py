@@ -18,10 +18,7 @@ PREFETCH_DISTANCES = (1, 2, 3, 5, 8, 12, 18, 27, 40)
 """Values of `lb` that are tried. A transfer that begins earlier ends early enough anyway."""
 
 COUNT_TOLERANCE = 0.02
-"""Swaps beyond the fewest that fit, over all that were tried, that are not worth another prediction."""
-
-MAX_OVERSHOOT = 1.1
-"""Peak with all swaps, over the limit, beyond which fewer swaps do not fit either: they fragment memory less."""
+"""Tolerance of the search for the fewest swaps that fit, as a fraction of a number that does."""
 
 
 class SwapSearch:
@@ -106,8 +103,8 @@ class SwapSearch:
         return sorted({max(total * quarters // 4, 1) for quarters in (4, 3, 2, 1)}, reverse=True) if total else []
 
     def _fewest(self, lb: int, limit: int) -> int | None:
-        """Return the fewest swaps that fit, nearly, by bisection below a number that does."""
-        high = self._fitting(lb, limit)
+        """Return nearly the fewest swaps that fit, by bisection below a number that does."""
+        high = next((count for count in self._counts(lb) if self.peak(count, lb, limit).peak_bytes <= limit), None)
         if high is None:
             return None
         low, tolerance = 0, max(1, int(COUNT_TOLERANCE * high))
@@ -118,13 +115,3 @@ class SwapSearch:
             else:
                 high = middle
         return high
-
-    def _fitting(self, lb: int, limit: int) -> int | None:
-        """Return a number of swaps that fit; `None` if none is found."""
-        for count in self._counts(lb):
-            peak_bytes = self.peak(count, lb, limit).peak_bytes
-            if peak_bytes <= limit:
-                return count
-            if peak_bytes > MAX_OVERSHOOT * limit:
-                return None
-        return None

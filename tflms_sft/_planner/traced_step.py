@@ -142,6 +142,8 @@ def analyse_step(
     record: LayerRecord | None = None,
     batch: int | None = None,
     mode: CanonicalMode = CanonicalMode.TILING,
+    *,
+    merge_constants: bool = True,
 ) -> TracedStep:
     """Read and analyse a traced step.
 
@@ -150,11 +152,12 @@ def analyse_step(
         record: Keras layers seen while it was traced.
         batch: Batch size where the graph leaves it open.
         mode: Rewritings that canonicalization may do; see `CanonicalMode`.
+        merge_constants: Whether to merge equal constants; not for a step that is compared with another trace.
 
     Raises:
         RewriteError: For `TILING`, if gradients are hidden inside a function or loop; else, if there are none.
     """
-    graph = read_canonical(concrete_fn, mode)
+    graph = read_canonical(concrete_fn, mode, merge_constants=merge_constants)
     record = record or LayerRecord()
     misleading = any(is_autodiff_name(call.layer) for call in record.calls)
     forward: Container[str] = record.layer_of_op.keys() if misleading else ()
