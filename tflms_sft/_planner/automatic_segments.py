@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from rewriters.emission.loop_signature import segment_signature
 from rewriters.emission.tile_pass import SegmentPlan
 from rewriters.errors import NotTileableError
-from rewriters.tiling.ft_segments import TileableComponent, find_components, saved_bytes, try_segment
+from rewriters.tiling.ft_segments import TileableComponent, find_components, recomputes, try_segment
 from rewriters.tiling.segment import Segment
 from tflms_sft._planner.block_search import BlockChoice, target_bytes
 from tflms_sft._planner.tile_search import ChainSearch, Segmentation
@@ -131,7 +131,7 @@ class _RequestedBlocks(TrainingBlocks):
             return []
         with contextlib.suppress(NotTileableError):
             segment = try_segment(self._traced.analysis, self.component, range(first, last), set(), "candidate")
-            if saved_bytes(self._traced.analysis, segment, self._traced.batch) <= 0:
+            if not recomputes(segment):
                 return []  # Only a budget tells whether less scratch memory is worth the time.
             key = segment_signature(self._traced.analysis, segment)  # Equal blocks of a deep network share it.
             if key not in self._choices:
