@@ -8,7 +8,7 @@ parts of the others are:
 
 - *trace*: Keras's step becomes a graph;
 - *analyse*: the graph is read, made uniform and analysed;
-- *search*: tiles and swaps are case_;
+- *search*: tiles and swaps are chosen;
 - *emit*: loops and swaps become a graph;
 - *rest*: that graph enters Keras's function, TensorFlow optimises it, and the step runs.
 """

@@ -332,9 +332,10 @@ def test_number_that_equals_the_size_of_a_micro_batch_is_not_taken_for_it():
     def step(x, y):
         with tf.GradientTape() as tape:
             losses = keras.losses.sparse_categorical_crossentropy(y, model(x, training=True), from_logits=True)
-            penalty = real(2.0) * tf.reduce_sum(weights[0] ** 2)
-            loss = tf.reduce_sum(losses) / real(float(x.shape[0])) + penalty
-        return loss, penalty, tape.gradient(loss, weights)
+            loss = tf.reduce_sum(losses) / tf.constant(float(x.shape[0]), "float64")
+            penalty = tf.constant(2.0, "float64") * tf.reduce_sum(weights[0] * weights[0])
+            total = loss + penalty
+        return loss, penalty, total, tape.gradient(total, weights)
 
     batch = tf.constant(np.random.default_rng(0).normal(size=(4, 8, 8, 3))), tf.constant([0, 1, 2, 0])
     pipeline = PipelineParams(["first"], "gpipe", 2, ["CPU:0"] * 2, placement="copy")
