@@ -20,6 +20,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import weakref
 from collections.abc import Iterable, Mapping
 
 from rewriters.analysis.autodiff_roles import reads_shape_only
@@ -141,6 +142,8 @@ class CostModel:
         self.rates = rates
         self._work: dict[Node, _Work] = {}
         self._ops: dict[Node, float] = {}
+        self._iterations = weakref.WeakKeyDictionary[TileLoop, dict[Node, tuple[_Work, float]]]()
+        self._loops = weakref.WeakKeyDictionary[TileLoop, float]()
         self.gradient_pairs = _pairs(analysis)
 
     def op(self, node: Node) -> float:
@@ -187,10 +190,9 @@ class CostModel:
         if work is None or work.call is None:
             return 0.0
         iterations = 1 if tile_loop is None else self._num_iterations(tile_loop)
-        if tile_loop is None or iterations == 1:
-            call = work.call
-        else:
-            call = self._iteration_call(work.call, tile_loop, node)
+        call = work.call
+        if tile_loop is not None and iterations > 1:
+            call = self._iteration_work(tile_loop, node)[0].call or call
         return iterations * self._windows(node, call) * self._idle_cores(node, call)
 
     def _idle_cores(self, node: Node, call: KernelShape) -> float:
@@ -198,7 +200,9 @@ class CostModel:
 
     def tile_loop(self, tile_loop: TileLoop) -> float:
         """Return the seconds of a loop: its body, and the copies between tiles and full-size tensors."""
-        return self.body(tile_loop) + self._copies(tile_loop)
+        if tile_loop not in self._loops:
+            self._loops[tile_loop] = self.body(tile_loop) + self._copies(tile_loop)
+        return self._loops[tile_loop]
 
     def body(self, tile_loop: TileLoop) -> float:
         """Return the seconds of the ops of a loop in all iterations, halos included."""
@@ -224,21 +228,27 @@ class CostModel:
         iterations = self._num_iterations(tile_loop)
         if iterations == 1:
             return self.op(node)
-        rebuilt = [node.inputs[position] for position in find_rule(node).shape_operands(self.analysis.view(node))]
-        full_size = [t for t in _tensors(node) if t not in tile_loop.regions and t not in rebuilt]
-        other_bytes = sum(t.num_bytes(self.batch) for t in full_size)
-        work = dataclasses.replace(
-            work,
-            image_bytes=max(work.image_bytes + work.other_bytes - other_bytes, 0),
-            other_bytes=other_bytes,
-            call=None if work.call is None else self._iteration_call(work.call, tile_loop, node),
-        )
-        return iterations * self._call_seconds(node, work, _coverage(self.analysis, tile_loop, node) / iterations)
+        return iterations * self._call_seconds(node, *self._iteration_work(tile_loop, node))
 
-    def _iteration_call(self, call: KernelShape, tile_loop: TileLoop, node: Node) -> KernelShape:
+    def _iteration_work(self, tile_loop: TileLoop, node: Node) -> tuple[_Work, float]:
+        """Return the work of an op with the kernel call of one iteration, and the fraction of images in each."""
+        cached = self._iterations.setdefault(tile_loop, {})
+        if node not in cached:
+            work = self._work[node]
+            rebuilt = [node.inputs[position] for position in find_rule(node).shape_operands(self.analysis.view(node))]
+            full_size = [t for t in _tensors(node) if t not in tile_loop.regions and t not in rebuilt]
+            other_bytes = sum(t.num_bytes(self.batch) for t in full_size)
+            image_bytes = max(work.image_bytes + work.other_bytes - other_bytes, 0)
+            coverage = _coverage(self.analysis, tile_loop, node)
+            call = None if work.call is None else self._iteration_call(work.call, tile_loop, coverage)
+            iteration = _Work(work.flops, image_bytes, other_bytes, call, work.result_bytes)
+            cached[node] = iteration, coverage / self._num_iterations(tile_loop)
+        return cached[node]
+
+    def _iteration_call(self, call: KernelShape, tile_loop: TileLoop, coverage: float) -> KernelShape:
         """Return the shape of a kernel call in an iteration: some of the images, and a tile of each."""
         tiles = math.prod(tile_loop.grid.spatial)
-        fraction = _coverage(self.analysis, tile_loop, node) / tiles
+        fraction = coverage / tiles
         images = -(-call.images * tiles // self._num_iterations(tile_loop))
         return KernelShape(images, *(max(round(fraction * pixels), 1) for pixels in (call.small, call.large)))
 
@@ -321,7 +331,7 @@ class LowerBoundCost(CostModel):
 
     def __init__(self, costs: CostModel) -> None:
         super().__init__(costs.analysis, costs.batch, dataclasses.replace(costs.rates, first_touch=math.inf))
-        self._work = costs._work
+        self._work, self._iterations = costs._work, costs._iterations
         self.gradient_pairs = costs.gradient_pairs
 
     def _windows(self, node: Node, call: KernelShape) -> float:

@@ -38,6 +38,12 @@ class Layout:
         assert tensor.shape is not None
         return tuple(1 if dim is None else tensor.shape[dim] for dim in self.dims)
 
+    def extent(self, tensor: Tensor, axis: int) -> int | None:
+        """Return the rows along an axis."""
+        assert tensor.shape is not None
+        dim = self.dims[axis]
+        return 1 if dim is None else tensor.shape[dim]
+
     def others(self, rank: int) -> list[int]:
         """Return the dimensions that are neither batch nor axes: channels."""
         return [dim for dim in range(1, rank) if dim not in self.dims]

@@ -79,7 +79,7 @@ class OpView:
 
     def extent(self, tensor: Tensor, axis: int) -> int:
         """Return the full size of `tensor` along an axis (the first is height, or depth)."""
-        size = self.layout(tensor).extents(tensor)[axis]
+        size = self.layout(tensor).extent(tensor, axis)
         if size is None:
             raise NotTileableError(f"`{tensor.name}` has an unknown image size {tensor.shape}")
         return size

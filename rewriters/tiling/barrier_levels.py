@@ -69,9 +69,15 @@ class BarrierLevels:
     level: dict[Node, int]
     moments: dict[Node, MomentPair]
     refused: dict[Node, str]
+    _operands: dict[Node, list[Tensor]] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def operands(self, node: Node) -> list[Tensor]:
         """Return the images that a tiled op or a reduction reads; for the variance of a pair, the image of the pair."""
+        if node not in self._operands:
+            self._operands[node] = self._read_images(node)
+        return self._operands[node]
+
+    def _read_images(self, node: Node) -> list[Tensor]:
         if node in self.moments:
             return [self.moments[node].image]
         rebuilt = find_rule(node).shape_operands(self.analysis.view(node))

@@ -12,7 +12,7 @@ from nets import conv
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize import canonicalize
 from rewriters.device import kernel_scratch, properties
-from rewriters.estimates.op_cost import DIRECT, NOMINAL, CostModel
+from rewriters.estimates.op_cost import DIRECT, NOMINAL, CostModel, _coverage
 from rewriters.tiling.barrier_levels import assign_levels
 from rewriters.tiling.barrier_planner import BarrierPlanner, barrier_segment
 from rewriters.tiling.checkpoint_selection import CheckpointSelection
@@ -276,7 +276,8 @@ def test_iteration_call_has_images_of_one_tile(batch, grid):
     assert gradients
     for tile_loop, node in gradients:
         pixels = 120 // math.prod(grid)
-        assert costs._iteration_call(call, tile_loop, node) == kernel_scratch.KernelShape(
+        coverage = _coverage(analysis, tile_loop, node)
+        assert costs._iteration_call(call, tile_loop, coverage) == kernel_scratch.KernelShape(
             math.ceil(IMAGES / batch), pixels, pixels
         )
 

@@ -310,7 +310,9 @@ class LeastMemory:
 
     def _with_swaps(self, candidate: Candidate, swaps: SwapSearch, limit: int) -> list[FeasiblePlan]:
         """Return the plan with tiles and swaps, if it fits."""
-        tuned = swaps.tuned(limit)
+        if swaps.smallest is None or swaps.smallest[1].peak_bytes > limit:
+            return []
+        tuned = swaps.tuned(limit, fits=swaps.smallest[0])
         if tuned is None:
             return []
         why = BOTH if candidate.plans else "swaps, because no tiles fit"
@@ -321,7 +323,7 @@ class LeastMemory:
         """Return the lowest peak of tiles, of swaps, and of both, and the tiles."""
         peaks = [(self._search.smallest.peak, self._search.smallest.plans)]
         for candidate, swaps in self._swapped():
-            smallest = swaps.smallest()
+            smallest = swaps.smallest
             peaks.extend([] if smallest is None else [(smallest[1], candidate.plans)])
         return min(peaks, key=lambda pair: pair[0].peak_bytes)
 

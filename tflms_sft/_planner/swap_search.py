@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
+import math
+from collections.abc import Iterator
 
 from rewriters.device.peak_memory import Peak
 from rewriters.emission.tile_pass import SegmentPlan, tile_skeleton
@@ -16,6 +19,9 @@ from tflms_sft._planner.traced_step import TracedStep, predict
 
 PREFETCH_DISTANCES = (1, 2, 3, 5, 8, 12, 18, 27, 40)
 """Values of `lb` that are tried. A transfer that begins earlier ends early enough anyway."""
+
+MAX_FEWER_RATIO = 1.05
+"""Peak of a number of swaps, over the lowest of more of them or a limit, above which fewer are not tried."""
 
 COUNT_TOLERANCE = 0.02
 """Tolerance of the search for the fewest swaps that fit, as a fraction of a number that does."""
@@ -43,6 +49,7 @@ class SwapSearch:
         check_names(traced, graph, params)
         self._analysis = prepared(traced, graph, params)
         self._swaps: dict[int, list[Swap]] = {}
+        self._peaks: dict[tuple[int, int], Peak] = {}
 
     def swaps(self, lb: int) -> list[Swap]:
         """Return all possible swaps with a prefetch distance, in the order of the search for tensors."""
@@ -53,16 +60,29 @@ class SwapSearch:
 
     def peak(self, count: int, lb: int, limit: int | None = None) -> Peak:
         """Return the predicted peak with the first `count` swaps; one above `limit` need not be the worst."""
+        if (count, lb) in self._peaks:
+            return self._peaks[count, lb]
+        peak = self._modelled(count, lb, limit)
+        if limit is None or peak.peak_bytes <= limit:  # Modelling stops at the first state above the limit.
+            self._peaks[count, lb] = peak
+        return peak
+
+    def _modelled(self, count: int, lb: int, limit: int | None) -> Peak:
         tier = HostSkeletonTier() if self._on_host else SkeletonTier()
         result = insert_swaps(self._analysis, self.swaps(lb)[:count], tier, self.params.max_in_flight)
         away: frozenset[Node] = frozenset(result.swap_outs if self._on_host else ())
         slow = out_seconds(self._traced, result.swap_outs, self.params)
         return predict(self._traced, self._plans, limit=limit, graph=result.graph, away=away, slow=slow)[0]
 
-    def tuned(self, limit: int) -> SwapParams | None:
-        """Return the fewest tensors, and for them the largest `lb`, with which the step fits; `None` if none do."""
+    def tuned(self, limit: int, fits: int | None = None) -> SwapParams | None:
+        """Return the fewest tensors, and for them the largest `lb`, with which the step fits; `None` if none do.
+
+        Args:
+            limit: Bytes.
+            fits: Number of swaps with which the step fits, if known.
+        """
         lb = self.params.lb
-        count = self._fewest(lb, limit)
+        count = self._fewest(lb, limit, fits)
         if count is None:
             return None
         tensors = [swap.tensor for swap in self.swaps(lb)[:count]]
@@ -88,23 +108,35 @@ class SwapSearch:
     def _selected(self, params: SwapParams) -> list[Swap]:
         return self.swaps(params.lb)[: params.n_tensors if params.n_tensors >= 0 else None]
 
+    @functools.cached_property
     def smallest(self) -> tuple[int, Peak] | None:
-        """Return the number of swaps with the lowest peak of those tried, and that peak; `None` without swaps."""
-        lb = self.params.lb
-        peaks = [(count, self.peak(count, lb)) for count in self._counts(lb)]
-        return min(peaks, key=lambda pair: pair[1].peak_bytes) if peaks else None
+        """Number of swaps with the lowest peak of those tried, and that peak; `None` without swaps."""
+        best: tuple[int, Peak] | None = None
+        for count, peak in self._from_all_down(self.params.lb):
+            if best is None or peak.peak_bytes < best[1].peak_bytes:
+                best = count, peak
+        return best
 
-    def _counts(self, lb: int) -> list[int]:
-        """Return numbers of swaps to try, from all down.
+    def _from_all_down(self, lb: int, limit: int | None = None) -> Iterator[tuple[int, Peak]]:
+        """Yield numbers of swaps with their peaks, from all down as long as a lower peak can be expected.
 
-        With more swaps more transfers are under way, and the allocator's memory is more fragmented.
+        With more swaps more transfers are under way, and the allocator's memory is more fragmented, so that fewer may
+        need slightly less.
         """
         total = len(self.swaps(lb))
-        return sorted({max(total * quarters // 4, 1) for quarters in (4, 3, 2, 1)}, reverse=True) if total else []
+        counts = sorted({max(total * quarters // 4, 1) for quarters in (4, 3, 2, 1)}, reverse=True) if total else []
+        lowest = math.inf if limit is None else limit
+        for count in counts:
+            peak = self.peak(count, lb, limit)
+            yield count, peak
+            lowest = min(lowest, peak.peak_bytes)
+            if peak.peak_bytes > MAX_FEWER_RATIO * lowest:
+                return
 
-    def _fewest(self, lb: int, limit: int) -> int | None:
+    def _fewest(self, lb: int, limit: int, fits: int | None) -> int | None:
         """Return nearly the fewest swaps that fit, by bisection below a number that does."""
-        high = next((count for count in self._counts(lb) if self.peak(count, lb, limit).peak_bytes <= limit), None)
+        down = self._from_all_down(lb, limit)
+        high = fits or next((count for count, peak in down if peak.peak_bytes <= limit), None)
         if high is None:
             return None
         low, tolerance = 0, max(1, int(COUNT_TOLERANCE * high))

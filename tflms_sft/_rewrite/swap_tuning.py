@@ -99,7 +99,7 @@ def _measured(step: Any, params: SwapParams, example_args: Any) -> int:
 
 def _too_small(traced: TracedStep, swaps: SwapSearch, budget: int, headroom: float) -> BudgetError:
     """Return the error for a budget that the step exceeds with all tensors swapped."""
-    best = swaps.smallest()
+    best = swaps.smallest
     assert best is not None, "some tensor can be swapped"
     count, peak = best
     smallest = int(peak.peak_bytes / (1 - headroom)) + 1
