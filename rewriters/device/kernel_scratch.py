@@ -67,8 +67,8 @@ def scratch_bytes(node: Node, call: KernelShape) -> int:
 
     Returns:
         Bytes; 0 for other ops, and on a GPU. The gradient of max pooling recomputes the maxima with their positions. A
-            cross-entropy needs an entry per pixel. oneDNN keeps a filter, or its gradient, in a layout of its own, and
-            copies it on the way in or out.
+            cross-entropy needs an entry per pixel. oneDNN copies a filter, or its gradient, once between the layout of
+            TensorFlow and its own.
     """
     if not node.outputs or not properties.name().startswith("CPU"):
         return 0
@@ -83,7 +83,7 @@ def scratch_bytes(node: Node, call: KernelShape) -> int:
         return 0
     if _own(node):
         return unfolded_at_once(node.op, dtype, call, sizes) * dtype.size
-    return 2 * math.prod(sizes) * dtype.size if node.op not in _VOLUMES else 0
+    return math.prod(sizes) * dtype.size if node.op not in _VOLUMES else 0
 
 
 class ConcurrencyGroup(Generic[T]):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tflms_sft._util.byte_sizes import format_bytes, parse_bytes
+from tflms_sft._util.byte_sizes import format_bytes, format_excess, parse_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -85,3 +85,14 @@ def test_format_bytes_prints_three_digits(amount, text):
 @pytest.mark.parametrize("amount", [17, 2048, 3 * 2**20, 5 * 2**30])
 def test_format_bytes_round_trips_through_parse_bytes(amount):
     assert parse_bytes(format_bytes(amount), "memory_budget") == amount
+
+
+@pytest.mark.parametrize(
+    ("amount", "limit", "texts"),
+    [
+        (15 * 2**20, 14 * 2**20, ("15 MiB", "14 MiB")),
+        (14 * 2**20 + 1, 14 * 2**20, ("14,680,065 B", "14,680,064 B")),
+    ],
+)
+def test_format_excess_shows_that_sizes_differ(amount, limit, texts):
+    assert format_excess(amount, limit) == texts

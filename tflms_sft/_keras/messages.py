@@ -6,7 +6,7 @@ from rewriters.errors import BudgetError
 from tflms_sft._planner.budget_search import fragmentation_hint
 from tflms_sft._report.plan import Plan
 from tflms_sft._report.plan_records import Measurement
-from tflms_sft._util.byte_sizes import format_bytes
+from tflms_sft._util.byte_sizes import format_bytes, format_excess
 
 
 def start_line(plan: Plan, *, is_jit_off: bool, planning_time: str) -> str:
@@ -26,17 +26,16 @@ def exceeds_budget(plan: Plan, measured: Measurement | None = None) -> bool:
 def over_budget_warning(plan: Plan) -> str:
     """Return the warning for an exceeded budget, for trainings that print no lines."""
     assert plan.measured is not None
-    return (
-        f"tflms-sft: the step used {format_bytes(plan.measured.peak_bytes)}, more than its budget of "
-        f"{format_bytes(plan.memory_budget or 0)}; planning again with the measured peak."
-    )
+    used, budget = format_excess(plan.measured.peak_bytes, plan.memory_budget or 0)
+    return f"tflms-sft: the step used {used}, more than its budget of {budget}; planning again with the measured peak."
 
 
 def later_excess_line(plan: Plan, measured: Measurement) -> str:
     """Return the line about a later step that exceeded the budget."""
+    used, budget = format_excess(measured.peak_bytes, plan.memory_budget or 0)
     return (
-        f"tflms-sft: a later step used {format_bytes(measured.peak_bytes)}, more than its budget of "
-        f"{format_bytes(plan.memory_budget or 0)}; the next epoch is planned again with this peak."
+        f"tflms-sft: a later step used {used}, more than its budget of {budget}; the next epoch is planned again with "
+        "this peak."
     )
 
 
@@ -62,11 +61,12 @@ def peak_line(plan: Plan, *, is_replanned: bool) -> str:
     if plan.measured is None:
         reason = "this device keeps no memory statistics, or none of tensors so small"
         return f"tflms-sft: peak of the first step not measured ({reason})"
-    text = f"tflms-sft: measured peak {format_bytes(plan.measured.peak_bytes)}"
-    text += f" in the first step, predicted {format_bytes(plan.predicted.peak_bytes)}"
-    if exceeds_budget(plan):
-        text += f" - OVER the budget of {format_bytes(plan.memory_budget or 0)}"
-        text += "" if is_replanned else ": planning again with the measured peak"
+    text, predicted = "tflms-sft: measured peak", format_bytes(plan.predicted.peak_bytes)
+    if not exceeds_budget(plan):
+        return f"{text} {format_bytes(plan.measured.peak_bytes)} in the first step, predicted {predicted}"
+    used, budget = format_excess(plan.measured.peak_bytes, plan.memory_budget or 0)
+    text += f" {used} in the first step, predicted {predicted} - OVER the budget of {budget}"
+    text += "" if is_replanned else ": planning again with the measured peak"
     return text
 
 
@@ -82,7 +82,6 @@ def forward_over_budget_line(called: str, plan: Plan) -> str:
     """Return the line for an evaluation or a prediction that exceeded the budget; empty if it did not."""
     if plan.measured is None or not exceeds_budget(plan):
         return ""
-    return (
-        f"tflms-sft: {called}: measured peak {format_bytes(plan.measured.peak_bytes)}, predicted "
-        f"{format_bytes(plan.predicted.peak_bytes)} - OVER the budget of {format_bytes(plan.memory_budget or 0)}"
-    )
+    used, budget = format_excess(plan.measured.peak_bytes, plan.memory_budget or 0)
+    predicted = format_bytes(plan.predicted.peak_bytes)
+    return f"tflms-sft: {called}: measured peak {used}, predicted {predicted} - OVER the budget of {budget}"

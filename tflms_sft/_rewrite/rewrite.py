@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -126,16 +127,27 @@ def _stored_plan(traced: TracedStep, params: AutoParams) -> tuple[StepImporter, 
     if recipe is None or choice is None:
         if not is_given:
             return None
-        raise RewriteError(
-            f"`plan` must name a file that `Plan.save` wrote for this step, with this batch size and this version. "
-            f"Received: plan={str(params.plan)!r}, which is for another one, or no such file. Plan again without "
-            "`plan=`, and save it."
-        )
+        raise _unusable_plan(params.plan, is_read=recipe is not None)
     with contextlib.suppress(NothingToSwapError):
         importer, plan = _carry_out(traced, choice, params.memory_budget)
+        if is_given:
+            plan = amend_plan(plan, f"planned before, read from '{os.fspath(params.plan)}'")
         if is_given or plan.predicted.peak_bytes <= limit_of(traced, params):
             return importer, with_recipe(plan, recipe)
     return None
+
+
+def _unusable_plan(file: str | os.PathLike[str], is_read: bool) -> RewriteError:
+    """Return the error for a plan file that does not serve a step."""
+    why = "holds no plan"
+    if is_read:
+        why = "is for another step, batch size or version of `tflms_sft`"
+    elif not Path(file).exists():
+        why = "does not exist"
+    return RewriteError(
+        "`plan` must name a file that `Plan.save` wrote for this step, with this batch size and this version. "
+        f"Received: plan={os.fspath(file)!r}, which {why}. Plan again without `plan=`, and save that plan."
+    )
 
 
 def _carry_out(traced: TracedStep, choice: BudgetPlan, budget: int | None) -> tuple[StepImporter, Plan]:

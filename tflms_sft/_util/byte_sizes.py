@@ -51,3 +51,9 @@ def format_bytes(amount: float) -> str:
             number = amount / _UNITS[unit]
             return f"{number:.2f} {unit}" if number < 10 else f"{number:.0f} {unit}"
     return f"{amount:.0f} B"
+
+
+def format_excess(amount: int, limit: int) -> tuple[str, str]:
+    """Return a size and the limit that it exceeds as texts; exact ones if rounded ones would be equal."""
+    texts = format_bytes(amount), format_bytes(limit)
+    return texts if texts[0] != texts[1] else (f"{amount:,} B", f"{limit:,} B")

@@ -1,0 +1,54 @@
+"""Resident memory that convolutions and their gradients take with oneDNN beyond their results; a program, no test."""
+
+import os
+import re
+from pathlib import Path
+
+os.environ["TF_ENABLE_ONEDNN_OPTS"] = "1"
+
+import tensorflow as tf
+from children import say
+
+from rewriters.device.kernel_scratch import op_scratch
+from rewriters.ir.graph import from_concrete_function
+
+TAPS, CHANNELS, PIXELS, IMAGES = 7, 512, 9, 2
+
+
+def status(field):
+    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return 1024 * int(found.group(1))
+
+
+def resident_growth(function):
+    """Return the bytes by which the process grows while a function runs; its result is in memory held before."""
+    function()
+    Path("/proc/self/clear_refs").write_text("5")  # Resets the highest resident size.
+    before = status("VmRSS")
+    result = function()
+    del result
+    return status("VmHWM") - before
+
+
+def main():
+    image, gradient = (tf.random.normal((IMAGES, PIXELS, PIXELS, CHANNELS)) for _ in range(2))
+    weights = tf.random.normal((TAPS, TAPS, CHANNELS, CHANNELS))
+    geometry = {"strides": [1, 1, 1, 1], "padding": "SAME"}
+    steps = {
+        "Conv2D": lambda image, weights, _: tf.nn.conv2d(image, weights, 1, "SAME"),
+        "Conv2DBackpropInput": lambda image, weights, gradient: tf.raw_ops.Conv2DBackpropInput(
+            input_sizes=image.shape, filter=weights, out_backprop=gradient, **geometry
+        ),
+        "Conv2DBackpropFilter": lambda image, weights, gradient: tf.raw_ops.Conv2DBackpropFilter(
+            input=image, filter_sizes=weights.shape, out_backprop=gradient, **geometry
+        ),
+    }
+    for op, step in steps.items():
+        concrete = tf.function(step).get_concrete_function(image, weights, gradient)
+        (node,) = [node for node in from_concrete_function(concrete).nodes.values() if node.op == op]
+        growth = resident_growth(lambda concrete=concrete: concrete(image, weights, gradient))
+        say(op, [growth, op_scratch(node, IMAGES)])
+
+
+if __name__ == "__main__":
+    main()
