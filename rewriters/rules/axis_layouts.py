@@ -39,7 +39,7 @@ class Layout:
         return tuple(1 if dim is None else tensor.shape[dim] for dim in self.dims)
 
     def extent(self, tensor: Tensor, axis: int) -> int | None:
-        """Return the rows along an axis."""
+        """Return the rows along an axis; `None` if unknown."""
         assert tensor.shape is not None
         dim = self.dims[axis]
         return 1 if dim is None else tensor.shape[dim]

@@ -69,7 +69,7 @@ class BarrierLevels:
     level: dict[Node, int]
     moments: dict[Node, MomentPair]
     refused: dict[Node, str]
-    _operands: dict[Node, list[Tensor]] = dataclasses.field(default_factory=dict, init=False, repr=False)
+    _operands: dict[Node, list[Tensor]] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
     def operands(self, node: Node) -> list[Tensor]:
         """Return the images that a tiled op or a reduction reads; for the variance of a pair, the image of the pair."""

@@ -266,6 +266,25 @@ def test_lower_bound_holds_for_all_grids(body, threads, monkeypatch):
     assert faster, "one turn is not always the fastest"
 
 
+@pytest.mark.parametrize("first", ["seconds", "lower bound"])
+def test_times_of_loop_do_not_depend_on_what_was_asked_before(first):
+    analysis, (tile_loop, *_) = tile_loops(two(3), (2, 1), 2)
+    rates = changed(first_touch=1e6, first_touch_min_bytes=2**11, call=1e-7)
+
+    def seconds(costs):
+        return costs.tile_loop(tile_loop)
+
+    def least(costs):
+        return costs.lower_bound.tile_loop(tile_loop)
+
+    costs = CostModel(analysis, IMAGES, rates)
+    before, after = (seconds, least) if first == "seconds" else (least, seconds)
+    before(costs)
+    assert after(costs) == after(CostModel(analysis, IMAGES, rates)) == after(costs)
+    assert seconds(costs) != least(costs)
+    assert seconds(CostModel(analysis, IMAGES, changed(call=1.0))) > 10 * seconds(costs)
+
+
 @pytest.mark.parametrize(("batch", "grid"), [(IMAGES, (1, 1)), (2, (1, 1)), (3, (1, 1)), (IMAGES, (3, 1))])
 def test_iteration_call_has_images_of_one_tile(batch, grid):
     analysis, loops = tile_loops(two(1), grid, batch)

@@ -1,10 +1,11 @@
-"""Resident memory that convolutions and their gradients take with oneDNN beyond their results; a program, no test."""
+"""Memory that convolutions and their gradients take with oneDNN beyond their results; for `test_onednn_scratch.py`."""
 
 import os
 import re
 from pathlib import Path
 
 os.environ["TF_ENABLE_ONEDNN_OPTS"] = "1"
+os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 
 import tensorflow as tf
 from children import say
@@ -20,14 +21,18 @@ def status(field):
     return 1024 * int(found.group(1))
 
 
-def resident_growth(function):
-    """Return the bytes by which the process grows while a function runs; its result is in memory held before."""
+def growth(function):
+    """Return the bytes by which the process, and the allocator's own count, grow while a function runs.
+
+    A first call has left room for the result in the memory that the allocator keeps.
+    """
     function()
+    tf.config.experimental.reset_memory_stats("CPU:0")
     Path("/proc/self/clear_refs").write_text("5")  # Resets the highest resident size.
-    before = status("VmRSS")
+    resident, counted = status("VmRSS"), tf.config.experimental.get_memory_info("CPU:0")["current"]
     result = function()
     del result
-    return status("VmHWM") - before
+    return status("VmHWM") - resident, tf.config.experimental.get_memory_info("CPU:0")["peak"] - counted
 
 
 def main():
@@ -46,8 +51,8 @@ def main():
     for op, step in steps.items():
         concrete = tf.function(step).get_concrete_function(image, weights, gradient)
         (node,) = [node for node in from_concrete_function(concrete).nodes.values() if node.op == op]
-        growth = resident_growth(lambda concrete=concrete: concrete(image, weights, gradient))
-        say(op, [growth, op_scratch(node, IMAGES)])
+        resident, counted = growth(lambda concrete=concrete: concrete(image, weights, gradient))
+        say(op, [resident, counted, op_scratch(node, IMAGES)])
 
 
 if __name__ == "__main__":

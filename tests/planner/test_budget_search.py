@@ -332,6 +332,30 @@ def test_tuned_swaps_fewest_tensors_with_longest_prefetch():
     assert tuned[0.75].n_tensors < tuned[0.65].n_tensors and tuned[0.75].lb > 1
 
 
+@pytest.mark.parametrize("options", [{"lb": 5}, {"lb": 12, "ctrld_strategy": "direct_order"}, {}])
+def test_smallest_budget_of_tuned_swaps_can_be_met(options, monkeypatch):
+    """With a long prefetch distance all swaps need more memory than three quarters of them."""
+    # Tests predict without the scratch memory of kernels, which a measurement has.
+    monkeypatch.setattr("tflms_sft._rewrite.swap_tuning._measured", lambda *_: 0)
+    keras.utils.set_random_seed(1)
+    image = keras.Input((64, 64, 3))
+    x = image
+    for _ in range(10):
+        x = layers.Conv2D(16, 3, padding="same", activation="relu")(x)
+    model = keras.Model(image, layers.Dense(2)(layers.GlobalAveragePooling2D()(x)))
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
+    model.optimizer.build(model.trainable_variables)
+    step, labels = step_of(model), np.arange(8) % 2
+    images = np.random.default_rng(0).normal(size=(8, 64, 64, 3)).astype("float32")
+    with pytest.raises(BudgetError) as caught:
+        LMSParams.tuned(step, "100KiB", images, labels, tier="disk", min_bytes=0, **options)
+    smallest = caught.value.smallest_bytes
+    params = LMSParams.tuned(step, smallest, images, labels, tier="disk", min_bytes=0, **options)
+    assert tflms_sft.rewrite(step, params, images, labels).plan.predicted.peak_bytes <= 0.9 * smallest
+    with pytest.raises(BudgetError):
+        LMSParams.tuned(step, int(0.99 * smallest), images, labels, tier="disk", min_bytes=0, **options)
+
+
 def test_tuned_with_measured_peak_over_budget_swaps_more(monkeypatch):
     step = step_of(model_of(normed_volumes))
     plain = tflms_sft.rewrite(step, AutoParams("8GiB"), VOLUMES, LABELS).plan.original.peak_bytes

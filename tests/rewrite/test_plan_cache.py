@@ -112,8 +112,8 @@ def test_saved_plan_trains_without_search_as_plain(tmp_path, monkeypatch):
     model, saved = net(), MemoryBudget(plan=path, verbose=0)
     got = model.fit(X, Y, batch_size=4, callbacks=[saved], **SETTINGS).history
     assert saved.plan.headline() == callback.plan.headline()
-    assert f"planned before, read from '{path}'" in saved.plan.notes
-    assert not any("planned before" in note for note in callback.plan.notes)
+    assert f"plan read from '{path}', without a search" in saved.plan.notes
+    assert not any("read from" in note for note in callback.plan.notes)
     np.testing.assert_allclose(got["loss"], plain.fit(X, Y, batch_size=4, **SETTINGS).history["loss"], rtol=1e-10)
     for a, b in zip(model.variables, plain.variables, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
@@ -125,11 +125,12 @@ def test_unusable_plan_file_is_refused_with_reason(tmp_path):
     other.write_text("no plan")
     reasons = {
         AutoParams(plan=path): "is for another step, batch size or version of `tflms_sft`",
-        AutoParams("1MiB", plan=str(other)): "holds no plan",
+        AutoParams("1MiB", plan=str(other)): "holds no plan that can be read",
+        AutoParams("2MiB", plan=tmp_path): "holds no plan that can be read",
         AutoParams("1MiB", plan=str(tmp_path / "none.json")): "does not exist",
     }
     for params, reason in reasons.items():
-        with pytest.raises(RewriteError, match=f"`plan` must name a file that .*json', which {reason}. Plan again"):
+        with pytest.raises(RewriteError, match=f"`plan` must name a file that .*', which {reason}. Plan again"):
             planned(unet_2d, params)
     with pytest.raises(TypeError, match="`plan` must be a path. Received: plan=3"):
         AutoParams("1MiB", plan=3)

@@ -92,6 +92,7 @@ def test_format_bytes_round_trips_through_parse_bytes(amount):
     [
         (15 * 2**20, 14 * 2**20, ("15 MiB", "14 MiB")),
         (14 * 2**20 + 1, 14 * 2**20, ("14,680,065 B", "14,680,064 B")),
+        (2**30, 2**30 - 1000, ("1,073,741,824 B", "1,073,740,824 B")),
     ],
 )
 def test_format_excess_shows_that_sizes_differ(amount, limit, texts):

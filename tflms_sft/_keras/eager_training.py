@@ -9,7 +9,7 @@ from rewriters.errors import BudgetError
 from tflms_sft._keras.model_checks import variable_bytes
 from tflms_sft._keras.peak_watch import PeakWatch
 from tflms_sft._params.tile_params import AutoParams
-from tflms_sft._util.byte_sizes import format_bytes
+from tflms_sft._util.byte_sizes import format_excess
 
 
 class EagerTraining:
@@ -46,10 +46,11 @@ class EagerTraining:
             return
         self._is_measured = True
         sizes = variable_bytes(self._model)
-        budget = self._params.resolved(sum(sizes)).memory_budget
+        limit = self._params.resolved(sum(sizes)).memory_budget
         measured = self._watch.stop(sizes, ())
-        if measured is not None and measured.peak_bytes > budget:
+        if measured is not None and measured.peak_bytes > limit:
+            used, budget = format_excess(measured.peak_bytes, limit)
             raise BudgetError(
-                f"The first step used {format_bytes(measured.peak_bytes)}, which is more than `memory_budget`. "
-                f"Received: memory_budget={format_bytes(budget)}. {self._reason}"
+                f"The first step used {used}, which is more than `memory_budget`. Received: memory_budget={budget}. "
+                f"{self._reason}"
             )

@@ -42,10 +42,11 @@ def later_excess_line(plan: Plan, measured: Measurement) -> str:
 def over_budget_error(plan: Plan) -> BudgetError:
     """Return the error for a second plan that exceeds the budget although it accounts for the measured peak."""
     assert plan.memory_budget is not None and plan.measured is not None
+    used, budget = format_excess(plan.measured.peak_bytes, plan.memory_budget)
     error = BudgetError(
         f"The step exceeds `memory_budget` although its plan was corrected by the first measurement: measured "
-        f"{format_bytes(plan.measured.peak_bytes)} ({plan.measured.source}), predicted "
-        f"{format_bytes(plan.predicted.peak_bytes)}. Received: memory_budget={format_bytes(plan.memory_budget)}. "
+        f"{used} ({plan.measured.source}), predicted {format_bytes(plan.predicted.peak_bytes)}. Received: "
+        f"memory_budget={budget}. "
         + fragmentation_hint(plan.measured.peak_bytes / plan.predicted.peak_bytes, plan.memory_budget)
         + " Or raise the budget."
     )

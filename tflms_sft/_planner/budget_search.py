@@ -310,9 +310,7 @@ class LeastMemory:
 
     def _with_swaps(self, candidate: Candidate, swaps: SwapSearch, limit: int) -> list[FeasiblePlan]:
         """Return the plan with tiles and swaps, if it fits."""
-        if swaps.smallest is None or swaps.smallest[1].peak_bytes > limit:
-            return []
-        tuned = swaps.tuned(limit, fits=swaps.smallest[0])
+        tuned = swaps.tuned(limit)
         if tuned is None:
             return []
         why = BOTH if candidate.plans else "swaps, because no tiles fit"

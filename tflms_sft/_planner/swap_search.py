@@ -5,8 +5,6 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
-import math
-from collections.abc import Iterator
 
 from rewriters.device.peak_memory import Peak
 from rewriters.emission.tile_pass import SegmentPlan, tile_skeleton
@@ -21,7 +19,7 @@ PREFETCH_DISTANCES = (1, 2, 3, 5, 8, 12, 18, 27, 40)
 """Values of `lb` that are tried. A transfer that begins earlier ends early enough anyway."""
 
 MAX_FEWER_RATIO = 1.05
-"""Peak of a number of swaps, over the lowest of more of them or a limit, above which fewer are not tried."""
+"""A peak, over the lowest one so far, above which the search for the lowest peak tries no fewer swaps."""
 
 COUNT_TOLERANCE = 0.02
 """Tolerance of the search for the fewest swaps that fit, as a fraction of a number that does."""
@@ -62,27 +60,19 @@ class SwapSearch:
         """Return the predicted peak with the first `count` swaps; one above `limit` need not be the worst."""
         if (count, lb) in self._peaks:
             return self._peaks[count, lb]
-        peak = self._modelled(count, lb, limit)
-        if limit is None or peak.peak_bytes <= limit:  # Modelling stops at the first state above the limit.
-            self._peaks[count, lb] = peak
-        return peak
-
-    def _modelled(self, count: int, lb: int, limit: int | None) -> Peak:
         tier = HostSkeletonTier() if self._on_host else SkeletonTier()
         result = insert_swaps(self._analysis, self.swaps(lb)[:count], tier, self.params.max_in_flight)
         away: frozenset[Node] = frozenset(result.swap_outs if self._on_host else ())
         slow = out_seconds(self._traced, result.swap_outs, self.params)
-        return predict(self._traced, self._plans, limit=limit, graph=result.graph, away=away, slow=slow)[0]
+        peak, _ = predict(self._traced, self._plans, limit=limit, graph=result.graph, away=away, slow=slow)
+        if limit is None or peak.peak_bytes <= limit:  # Else modelling stopped at the first state above the limit.
+            self._peaks[count, lb] = peak
+        return peak
 
-    def tuned(self, limit: int, fits: int | None = None) -> SwapParams | None:
-        """Return the fewest tensors, and for them the largest `lb`, with which the step fits; `None` if none do.
-
-        Args:
-            limit: Bytes.
-            fits: Number of swaps with which the step fits, if known.
-        """
+    def tuned(self, limit: int) -> SwapParams | None:
+        """Return the fewest tensors, and for them the largest `lb`, with which the step fits; `None` if none do."""
         lb = self.params.lb
-        count = self._fewest(lb, limit, fits)
+        count = self._fewest(limit)
         if count is None:
             return None
         tensors = [swap.tensor for swap in self.swaps(lb)[:count]]
@@ -110,35 +100,33 @@ class SwapSearch:
 
     @functools.cached_property
     def smallest(self) -> tuple[int, Peak] | None:
-        """Number of swaps with the lowest peak of those tried, and that peak; `None` without swaps."""
+        """Number of swaps with the lowest peak of those tried, and that peak; `None` without swaps.
+
+        All of the swaps, three quarters, half and a quarter of them are tried. With more swaps more transfers are under
+        way, and the allocator's memory is more fragmented, so that fewer may need less. If each tensor returns just
+        before it is needed, one at a time, that is little, and the search ends where the peak rises.
+        """
+        total, lb = len(self.swaps(self.params.lb)), self.params.lb
+        one_at_a_time = lb == 1 and self.params.max_in_flight == 1
         best: tuple[int, Peak] | None = None
-        for count, peak in self._from_all_down(self.params.lb):
+        counts = {max(total * quarters // 4, 1) for quarters in (4, 3, 2, 1)} if total else set()
+        for count in sorted(counts, reverse=True):
+            peak = self.peak(count, lb)
             if best is None or peak.peak_bytes < best[1].peak_bytes:
                 best = count, peak
+            elif one_at_a_time and peak.peak_bytes > MAX_FEWER_RATIO * best[1].peak_bytes:
+                break
         return best
 
-    def _from_all_down(self, lb: int, limit: int | None = None) -> Iterator[tuple[int, Peak]]:
-        """Yield numbers of swaps with their peaks, from all down as long as a lower peak can be expected.
-
-        With more swaps more transfers are under way, and the allocator's memory is more fragmented, so that fewer may
-        need slightly less.
-        """
-        total = len(self.swaps(lb))
-        counts = sorted({max(total * quarters // 4, 1) for quarters in (4, 3, 2, 1)}, reverse=True) if total else []
-        lowest = math.inf if limit is None else limit
-        for count in counts:
-            peak = self.peak(count, lb, limit)
-            yield count, peak
-            lowest = min(lowest, peak.peak_bytes)
-            if peak.peak_bytes > MAX_FEWER_RATIO * lowest:
-                return
-
-    def _fewest(self, lb: int, limit: int, fits: int | None) -> int | None:
+    def _fewest(self, limit: int) -> int | None:
         """Return nearly the fewest swaps that fit, by bisection below a number that does."""
-        down = self._from_all_down(lb, limit)
-        high = fits or next((count for count, peak in down if peak.peak_bytes <= limit), None)
-        if high is None:
+        high, lb = len(self.swaps(self.params.lb)), self.params.lb
+        if not high:
             return None
+        if self.peak(high, lb).peak_bytes > limit:
+            if self.smallest is None or self.smallest[1].peak_bytes > limit:
+                return None
+            high = self.smallest[0]
         low, tolerance = 0, max(1, int(COUNT_TOLERANCE * high))
         while high - low > tolerance:
             middle = (low + high) // 2

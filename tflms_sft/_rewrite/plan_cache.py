@@ -41,7 +41,7 @@ def read_recipe(path: Path) -> Recipe | None:
     """Return the plan in a file; `None` if the file does not exist or holds no plan."""
     with contextlib.suppress(OSError, ValueError):
         recipe = json.loads(path.read_text(encoding="utf-8"))
-        return recipe if isinstance(recipe, dict) else None
+        return recipe if isinstance(recipe, dict) and "step" in recipe else None
     return None
 
 

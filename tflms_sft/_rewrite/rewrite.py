@@ -131,18 +131,18 @@ def _stored_plan(traced: TracedStep, params: AutoParams) -> tuple[StepImporter, 
     with contextlib.suppress(NothingToSwapError):
         importer, plan = _carry_out(traced, choice, params.memory_budget)
         if is_given:
-            plan = amend_plan(plan, f"planned before, read from '{os.fspath(params.plan)}'")
+            plan = amend_plan(plan, f"plan read from '{os.fspath(params.plan)}', without a search")
         if is_given or plan.predicted.peak_bytes <= limit_of(traced, params):
             return importer, with_recipe(plan, recipe)
     return None
 
 
 def _unusable_plan(file: str | os.PathLike[str], is_read: bool) -> RewriteError:
-    """Return the error for a plan file that does not serve a step."""
-    why = "holds no plan"
+    """Return the error for a plan file that cannot be used for a step."""
+    why = "holds no plan that can be read"
     if is_read:
         why = "is for another step, batch size or version of `tflms_sft`"
-    elif not Path(file).exists():
+    elif not os.path.exists(file):
         why = "does not exist"
     return RewriteError(
         "`plan` must name a file that `Plan.save` wrote for this step, with this batch size and this version. "

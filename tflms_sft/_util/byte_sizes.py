@@ -54,6 +54,7 @@ def format_bytes(amount: float) -> str:
 
 
 def format_excess(amount: int, limit: int) -> tuple[str, str]:
-    """Return a size and the limit that it exceeds as texts; exact ones if rounded ones would be equal."""
-    texts = format_bytes(amount), format_bytes(limit)
-    return texts if texts[0] != texts[1] else (f"{amount:,} B", f"{limit:,} B")
+    """Return a size and the limit that it exceeds as texts; in bytes if it does so by less than a hundredth."""
+    if amount < 1.01 * limit:
+        return f"{amount:,} B", f"{limit:,} B"
+    return format_bytes(amount), format_bytes(limit)
