@@ -279,6 +279,16 @@ def test_peak_line_has_measured_and_predicted_peak(capsys, measured_peaks):
     assert callback.plan.measured.peak_bytes == 500 * 2**10
 
 
+def test_peak_line_of_small_tensors_names_the_size_that_counts(capsys, measured_peaks, monkeypatch):
+    monkeypatch.setattr("rewriters.device.properties.min_counted_bytes", lambda: 2**15)
+    measured_peaks += [100 * 2**10, 690 * 2**10]
+    for _ in range(2):
+        net().fit(X, Y, batch_size=4, callbacks=[MemoryBudget(BUDGET)], **SETTINGS)
+    _, low, _, near = capsys.readouterr().out.splitlines()
+    assert low.endswith("; this device does not count tensors below 32 KiB")
+    assert "does not count" not in near
+
+
 def test_step_over_budget_is_planned_again(capsys, measured_peaks):
     measured_peaks += [750 * 2**10, 600 * 2**10]
     plans = []

@@ -1,6 +1,7 @@
 """Test plans in files: saved ones, and the cache of later processes."""
 
 import json
+import re
 
 import keras
 import numpy as np
@@ -10,7 +11,7 @@ from golden_nets import residual, train_step, unet_2d, vgg
 from training import SETTINGS, X, Y, net
 
 import tflms_sft
-from tflms_sft import AutoParams, MemoryBudget, RewriteError
+from tflms_sft import AutoParams, BudgetError, MemoryBudget, RewriteError
 from tflms_sft._planner import budget_search
 
 FRACTIONS = {vgg: 0.5, residual: 0.85, unet_2d: 0.6}
@@ -124,16 +125,37 @@ def test_unusable_plan_file_is_refused_with_reason(tmp_path):
     planned(vgg, AutoParams(budget_of(vgg), headroom=0)).save(path)
     other.write_text("no plan")
     reasons = {
-        AutoParams(plan=path): "is for another step, batch size or version of `tflms_sft`",
+        AutoParams(plan=path): "is for another step, batch size (that of a smaller last batch counts, too) or version",
         AutoParams("1MiB", plan=str(other)): "holds no plan that can be read",
         AutoParams("2MiB", plan=tmp_path): "holds no plan that can be read",
         AutoParams("1MiB", plan=str(tmp_path / "none.json")): "does not exist",
     }
     for params, reason in reasons.items():
-        with pytest.raises(RewriteError, match=f"`plan` must name a file that .*', which {reason}. Plan again"):
+        with pytest.raises(RewriteError, match=f"`plan` must name a file that .*', which {re.escape(reason)}"):
             planned(unet_2d, params)
     with pytest.raises(TypeError, match="`plan` must be a path. Received: plan=3"):
         AutoParams("1MiB", plan=3)
+
+
+def test_saved_plan_above_budget_is_refused_before_training(tmp_path):
+    path = tmp_path / "plan.json"
+    plan = planned(vgg, AutoParams(budget_of(vgg), headroom=0))
+    plan.save(path)
+    peak = plan.predicted.peak_bytes
+    assert planned(vgg, AutoParams(peak, plan=path)).predicted.peak_bytes == peak
+    with pytest.raises(BudgetError, match="`memory_budget` is too small for the saved plan. Received: ") as caught:
+        planned(vgg, AutoParams(peak - 1, plan=path))
+    assert caught.value.smallest_bytes == peak and caught.value.tensor
+
+
+def test_saved_plan_with_swaps_is_refused_without(tmp_path):
+    path = tmp_path / "plan.json"
+    plan = planned(unet_2d, AutoParams(int(0.8 * planned(unet_2d, AutoParams("1GiB")).original.peak_bytes), headroom=0))
+    assert plan.swaps
+    plan.save(path)
+    assert planned(unet_2d, AutoParams(plan=path)).swaps
+    with pytest.raises(RewriteError, match="`plan` must not swap with `swap=False`. Received: plan='.*', which swaps"):
+        planned(unet_2d, AutoParams(plan=path, swap=False))
 
 
 def test_save_plan_of_explicit_parameters_is_refused(tmp_path):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from rewriters.device import properties
 from rewriters.errors import BudgetError
 from tflms_sft._planner.budget_search import fragmentation_hint
 from tflms_sft._report.plan import Plan
 from tflms_sft._report.plan_records import Measurement
 from tflms_sft._util.byte_sizes import format_bytes, format_excess
+
+MIN_COUNTED_FRACTION = 0.5
+"""Measured peak, over the predicted one, below which the size is told from which on a device counts tensors."""
 
 
 def start_line(plan: Plan, *, is_jit_off: bool, planning_time: str) -> str:
@@ -64,7 +68,11 @@ def peak_line(plan: Plan, *, is_replanned: bool) -> str:
         return f"tflms-sft: peak of the first step not measured ({reason})"
     text, predicted = "tflms-sft: measured peak", format_bytes(plan.predicted.peak_bytes)
     if not exceeds_budget(plan):
-        return f"{text} {format_bytes(plan.measured.peak_bytes)} in the first step, predicted {predicted}"
+        text += f" {format_bytes(plan.measured.peak_bytes)} in the first step, predicted {predicted}"
+        uncounted = properties.min_counted_bytes()
+        if uncounted and plan.measured.peak_bytes < MIN_COUNTED_FRACTION * plan.predicted.peak_bytes:
+            text += f"; this device does not count tensors below {format_bytes(uncounted)}"
+        return text
     used, budget = format_excess(plan.measured.peak_bytes, plan.memory_budget or 0)
     text += f" {used} in the first step, predicted {predicted} - OVER the budget of {budget}"
     text += "" if is_replanned else ": planning again with the measured peak"

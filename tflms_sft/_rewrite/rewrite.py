@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rewriters.canonicalize.canonicalize import CanonicalMode
-from rewriters.errors import RewriteError
+from rewriters.errors import BudgetError, RewriteError
 from rewriters.ir import tf_internals
 from rewriters.step_importer import StepImporter
 from rewriters.swapping.tiers import HostTier
@@ -34,6 +34,7 @@ from tflms_sft._rewrite.plan_recipe import plan_from, recipe_of
 from tflms_sft._rewrite.rewritten_step import RewrittenStep
 from tflms_sft._trace.layer_names import LayerRecord, display_names
 from tflms_sft._trace.step_tracing import batch_of, trace_step
+from tflms_sft._util.byte_sizes import format_excess
 
 
 def rewrite(step: Any, params: Any, *example_args: Any, **example_kwargs: Any) -> RewrittenStep:
@@ -119,7 +120,8 @@ def _stored_plan(traced: TracedStep, params: AutoParams) -> tuple[StepImporter, 
     """Rewrite a step by the plan that a user saved, or by that of the cache; return `None` if there is none that fits.
 
     Raises:
-        RewriteError: If the user's plan is for another step.
+        RewriteError: If the user's plan is for another step, or swaps although swaps are forbidden.
+        BudgetError: If the user's plan needs more than the budget.
     """
     is_given = params.plan is not None and traced.correction == 1
     recipe = read_recipe(Path(params.plan)) if is_given else cached_recipe(traced, params)
@@ -128,20 +130,45 @@ def _stored_plan(traced: TracedStep, params: AutoParams) -> tuple[StepImporter, 
         if not is_given:
             return None
         raise _unusable_plan(params.plan, is_read=recipe is not None)
+    if is_given and choice.swaps is not None and params.swap is False:
+        raise RewriteError(
+            f"`plan` must not swap with `swap=False`. Received: plan={os.fspath(params.plan)!r}, which swaps tensors. "
+            "Plan again without `plan=`, or allow swaps."
+        )
     with contextlib.suppress(NothingToSwapError):
         importer, plan = _carry_out(traced, choice, params.memory_budget)
         if is_given:
+            _check_saved_plan(plan, params)
             plan = amend_plan(plan, f"plan read from '{os.fspath(params.plan)}', without a search")
         if is_given or plan.predicted.peak_bytes <= limit_of(traced, params):
             return importer, with_recipe(plan, recipe)
     return None
 
 
+def _check_saved_plan(plan: Plan, params: AutoParams) -> None:
+    """Refuse a saved plan whose predicted peak is above a budget. Headroom was left when the plan was made.
+
+    Raises:
+        BudgetError: With the predicted peak.
+    """
+    needed, budget = plan.predicted.peak_bytes, int(params.memory_budget)
+    if needed > budget:
+        texts = format_excess(needed, budget)
+        error = BudgetError(
+            f"`memory_budget` is too small for the saved plan. Received: memory_budget={texts[1]}, "
+            f"plan={os.fspath(params.plan)!r}, which is predicted to need {texts[0]}. Raise the budget, or plan again "
+            "without `plan=`."
+        )
+        error.smallest_bytes = needed
+        error.tensor = plan.predicted.largest[0][0] if plan.predicted.largest else ""
+        raise error
+
+
 def _unusable_plan(file: str | os.PathLike[str], is_read: bool) -> RewriteError:
     """Return the error for a plan file that cannot be used for a step."""
     why = "holds no plan that can be read"
     if is_read:
-        why = "is for another step, batch size or version of `tflms_sft`"
+        why = "is for another step, batch size (that of a smaller last batch counts, too) or version of `tflms_sft`"
     elif not os.path.exists(file):
         why = "does not exist"
     return RewriteError(
