@@ -175,8 +175,8 @@ class AutoParams:
         swap: Whether activations may be swapped to host memory or disk if tiles alone do not keep the budget or cost
             much time. A bool, or `LMSParams` that select tensors and destination. Defaults to `True`.
         plan: File that `Plan.save` wrote for this step: its decisions are taken without a search. If `memory_budget` is
-            `"auto"`, the budget is that of the file. Defaults to `None`: a search, or the plan that an earlier process
-            found for an equal step, budget and machine.
+            `"auto"`, the budget is that of the file; a plan that needs more than the budget is refused. Defaults to
+            `None`: a search, or the plan that an earlier process found for an equal step, budget and machine.
 
     Raises:
         TypeError: If an argument has the wrong type.
