@@ -231,7 +231,7 @@ class CostModel:
         return iterations * self._call_seconds(node, *self._iteration_work(tile_loop, node))
 
     def _iteration_work(self, tile_loop: TileLoop, node: Node) -> tuple[_Work, float]:
-        """Return the work of an op, with the shape of a kernel call in one iteration, and an iteration's part of it."""
+        """Return the work of an op with the kernel call of one iteration, and the fraction of images in it."""
         cached = self._iterations.setdefault(tile_loop, {})
         if node not in cached:
             work = self._work[node]

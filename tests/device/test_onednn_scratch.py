@@ -9,7 +9,7 @@ from children import printed
 FILTER_BYTES = 4 * 7**2 * 512**2
 
 pytestmark = pytest.mark.skipif(
-    not os.access("/proc/self/clear_refs", os.W_OK), reason="the system does not tell the highest resident size anew"
+    not os.access("/proc/self/clear_refs", os.W_OK), reason="this system cannot reset the highest resident size"
 )
 
 

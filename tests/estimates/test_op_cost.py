@@ -267,7 +267,7 @@ def test_lower_bound_holds_for_all_grids(body, threads, monkeypatch):
 
 
 @pytest.mark.parametrize("first", ["seconds", "lower bound"])
-def test_times_of_loop_do_not_depend_on_what_was_asked_before(first):
+def test_cached_times_of_loop_equal_those_of_a_new_model(first):
     analysis, (tile_loop, *_) = tile_loops(two(3), (2, 1), 2)
     rates = changed(first_touch=1e6, first_touch_min_bytes=2**11, call=1e-7)
 

@@ -17,6 +17,7 @@ TAPS, CHANNELS, PIXELS, IMAGES = 7, 512, 9, 2
 
 
 def status(field):
+    """Return a size of this process in bytes."""
     found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return 1024 * int(found.group(1))
 

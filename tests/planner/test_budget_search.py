@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -14,11 +15,16 @@ from keras import layers
 
 import tflms_sft
 from rewriters.device import properties
+from rewriters.device.allocator import BestFitAllocator, ExactAllocator
 from rewriters.estimates.op_cost import DIRECT, NOMINAL
 from tflms_sft import AutoParams, BudgetError, LMSParams, MemoryBudget
 from tflms_sft._machine.memory_info import free_memory
+from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._planner.budget_search import LESS, TILE_PEAK_FRACTIONS, BudgetPlan, FeasiblePlan, fragmentation_hint
 from tflms_sft._planner.swap_planner import NothingToSwapError
+from tflms_sft._planner.swap_search import SwapSearch
+from tflms_sft._planner.traced_step import analyse_step
+from tflms_sft._trace.step_tracing import trace_step
 
 IMAGES = np.random.default_rng(0).normal(size=(2, 64, 64, 3)).astype("float32")
 VOLUMES = np.random.default_rng(0).normal(size=(8, 16, 16, 16, 2)).astype("float32")
@@ -354,6 +360,32 @@ def test_smallest_budget_of_tuned_swaps_can_be_met(options, monkeypatch):
     assert tflms_sft.rewrite(step, params, images, labels).plan.predicted.peak_bytes <= 0.9 * smallest
     with pytest.raises(BudgetError):
         LMSParams.tuned(step, int(0.99 * smallest), images, labels, tier="disk", min_bytes=0, **options)
+
+
+def swap_search(**options):
+    """Return the search for swaps of a network of volumes."""
+    concrete_fn, record = trace_step(step_of(model_of(normed_volumes)), (VOLUMES, LABELS), {})
+    return SwapSearch(analyse_step(concrete_fn, record, len(VOLUMES)), [], SwapParams(min_bytes=0, **options))
+
+
+def test_peak_above_a_limit_is_not_taken_for_the_highest(monkeypatch):
+    monkeypatch.setattr(properties, "pools", lambda scale: iter([ExactAllocator(), BestFitAllocator(growing=True)]))
+    search = swap_search(tier="disk")
+    count = len(search.swaps(1))
+    first_state = search.peak(count, 1, limit=1).peak_bytes
+    assert first_state < search.peak(count, 1).peak_bytes == swap_search(tier="disk").peak(count, 1).peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "lowest"), [({"max_in_flight": 1}, 4), ({"max_in_flight": 1, "lb": 5}, 2), ({}, 2)]
+)
+def test_lowest_peak_of_swaps_is_searched_beyond_a_rise_unless_one_returns_at_a_time(options, lowest, monkeypatch):
+    search = swap_search(tier="disk", **options)
+    total = len(search.swaps(1))
+    peaks = {total: 100, total * 3 // 4: 110, total // 2: 90, total // 4: 130}
+    monkeypatch.setattr(search, "swaps", lambda lb: [None] * total)
+    monkeypatch.setattr(search, "peak", lambda count, lb, limit=None: SimpleNamespace(peak_bytes=peaks[count]))
+    assert search.smallest[0] == total * lowest // 4
 
 
 def test_tuned_with_measured_peak_over_budget_swaps_more(monkeypatch):

@@ -10,7 +10,7 @@ from tflms_sft._report.plan_records import Measurement
 from tflms_sft._util.byte_sizes import format_bytes, format_excess
 
 MIN_COUNTED_FRACTION = 0.5
-"""Measured peak, over the predicted one, below which the size is told from which on a device counts tensors."""
+"""Measured peak, over the predicted one, below which a line names the smallest tensors that the device counts."""
 
 
 def start_line(plan: Plan, *, is_jit_off: bool, planning_time: str) -> str:

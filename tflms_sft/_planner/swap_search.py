@@ -103,8 +103,8 @@ class SwapSearch:
         """Number of swaps with the lowest peak of those tried, and that peak; `None` without swaps.
 
         All of the swaps, three quarters, half and a quarter of them are tried. With more swaps more transfers are under
-        way, and the allocator's memory is more fragmented, so that fewer may need less. If each tensor returns just
-        before it is needed, one at a time, that is little, and the search ends where the peak rises.
+        way, and the allocator's memory is more fragmented, so that fewer may need less. If tensors return one at a
+        time, each just before it is needed, the search ends where the peak rises by more than `MAX_FEWER_RATIO`.
         """
         total, lb = len(self.swaps(self.params.lb)), self.params.lb
         one_at_a_time = lb == 1 and self.params.max_in_flight == 1
