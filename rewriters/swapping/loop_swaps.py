@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from rewriters.device.loop_lists import loop_facts
-from rewriters.ir.graph import LOOPS, Graph, Node, Tensor
+from rewriters.ir.graph import LOOPS, Graph, Node, Tensor, predecessors
 from rewriters.ir.loop_bodies import add_body, function_reads, readers_of, source_of
 from rewriters.ir.static_values import int_constant, type_attr
 from rewriters.ir.variables import variable_handles
@@ -122,6 +122,8 @@ def swap_lists(new: Graph, lists: Sequence[SavedList], tier: Tier) -> None:
     created.inputs[0] = int_constant(new, f"{name}/element_shape", (), tf.int32).out()
     _set_body(new, loop, _swapping_out(loop, lists, tier, f"{name}/swap_out"), tier)
     _set_body(new, reader, _swapping_in(reader, lists, tier, f"{name}/swap_in"), tier)
+    # TensorFlow begins the first iteration when some operands exist, so that elements would return in the forward pass.
+    reader.control_inputs = list(dict.fromkeys(predecessors(reader)))
 
 
 def _swapping_out(loop: Node, lists: Sequence[SavedList], tier: Tier, name: str) -> Graph:

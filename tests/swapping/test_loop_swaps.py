@@ -62,6 +62,26 @@ def test_swapped_loop_iterations_do_not_overlap():
     assert all(node.op == "While" and node.attrs["parallel_iterations"].i == 1 for node in loops)
 
 
+def test_swapped_loop_nothing_is_read_before_the_backward_pass(tmp_path, monkeypatch):
+    """Without edges the first iteration of a backward loop reads its record as soon as the forward loop has ended."""
+    calls = []
+
+    def recorded(name):
+        real = getattr(SpillStore, name)
+
+        def call(store, *arguments):
+            calls.append(name)
+            return real(store, *arguments)
+
+        monkeypatch.setattr(SpillStore, name, call)
+
+    recorded("write_record")
+    recorded("read_record")
+    step = loop_step("stacked", steps=1)
+    step.run(swapped(step, DiskTier(SpillStore(str(tmp_path))), min_bytes=100).function)
+    assert "read_record" in calls and "write_record" not in calls[calls.index("read_record") :]
+
+
 @pytest.mark.parametrize(
     ("function", "reason"),
     (
