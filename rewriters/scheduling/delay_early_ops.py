@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import tensorflow as tf
+
 from rewriters.analysis import summation_order
 from rewriters.analysis.autodiff_roles import data_dependent_nodes, reads_shape_only
 from rewriters.analysis.graph_analysis import GraphAnalysis, require_analysed
 from rewriters.device.properties import forwards_input_buffer, may_fuse_with_consumer
 from rewriters.ir.graph import LOOPS, Graph, Node, Tensor, predecessors
 from rewriters.ir.graph_pass import GraphPass, PassResult
+from rewriters.ir.static_values import constant, int_constant, type_attr
 from rewriters.scheduling.control_edges import ControlEdge, add_control_edges
 
 __all__: list[str] = []
@@ -45,6 +48,8 @@ def earliest_forward_level(analysis: GraphAnalysis) -> dict[Node, int]:
 class DelayEarlyOps(GraphPass[PassResult]):
     """Lets each large value that could exist early wait for the value that it is combined with."""
 
+    new_stateful_ops = frozenset(("Empty",))
+
     def __init__(self, analysis: GraphAnalysis, min_bytes: int, batch: int) -> None:
         """Prepare the pass.
 
@@ -63,8 +68,32 @@ class DelayEarlyOps(GraphPass[PassResult]):
         require_analysed(graph, self.analysis)
 
     def call(self, graph: Graph) -> PassResult:
-        """Add one control edge for each op that is delayed."""
-        return add_control_edges(graph, _DelayPlanner(self.analysis, self.min_bytes, self.batch).edges())
+        """Add one control edge for each op that is delayed, and keep TensorFlow from folding the op."""
+        edges = list(_DelayPlanner(self.analysis, self.min_bytes, self.batch).edges())
+        result = add_control_edges(graph, edges)
+        for node, _ in edges:
+            _keep_unfolded(result.graph, result.graph.nodes[node.name])
+        return result
+
+
+def _keep_unfolded(graph: Graph, node: Node) -> None:
+    """Let an op that fills a tensor with zeros read the zero from a stateful op.
+
+    TensorFlow folds a tensor of constant zeros into the graph, where it occupies memory as long as the step exists.
+    """
+    value = constant(node.inputs[1].node) if node.op == "Fill" else None
+    if value is None or any(value.tobytes()):
+        return
+    dtype = node.out().dtype
+    zero = Node(
+        graph.unique_name(f"{node.name}/zero"),
+        "Empty",
+        [int_constant(graph, f"{node.name}/shape", (), tf.int32).out()],
+        attrs={"dtype": type_attr(dtype), "init": tf.compat.v1.AttrValue(b=True)},
+        device=node.device,
+        outputs=[(dtype, ())],
+    )
+    node.inputs[1] = graph.add(zero).out()
 
 
 class DelayOptimizerOps(GraphPass[PassResult]):

@@ -137,6 +137,17 @@ def test_delay_early_ops_control_input_or_result_is_not_delayed():
     assert same and not any(n.control_inputs for n in graph.nodes.values() if n.op == "Mul")
 
 
+def test_delay_early_ops_delayed_zeros_are_no_constant():
+    def function(x):
+        zeros, ones = tf.fill(x.shape, tf.constant(0, x.dtype)), tf.fill(x.shape, tf.constant(1, x.dtype))
+        return tf.stack([tf.exp(x), zeros, ones])
+
+    graph, same = delayed(step_of(function, (2, 3)))
+    fills = [node for node in graph.nodes.values() if node.op == "Fill"]
+    assert same and all(node.control_inputs for node in fills)
+    assert [node.inputs[1].node.op for node in fills] == ["Empty", "Const"]
+
+
 def regularised(x, activation="silu"):
     for name in ("first", "second", "third"):
         x = layers.Conv2D(16, 3, padding="same", kernel_regularizer="l2", activation=activation, name=name)(x)
