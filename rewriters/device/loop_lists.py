@@ -13,18 +13,17 @@ from collections.abc import Hashable
 import tensorflow as tf
 
 from rewriters.device import properties
-from rewriters.device.allocator import ExactAllocator
 from rewriters.device.kernel_scratch import op_scratch
 from rewriters.device.peak_memory import (
     Action,
     AllocationEvent,
     IterationTrace,
     concurrent_scratch,
-    peak_bytes_of,
     schedule,
+    sizes_at_peak,
 )
 from rewriters.ir.graph import LOOPS, Graph, ListSize, LoopFacts, Node, Shape, Tensor, shape_bytes
-from rewriters.ir.loop_bodies import function_of, num_iterations, readers_of, source_of
+from rewriters.ir.loop_bodies import function_of, is_folded, num_iterations, readers_of, source_of
 from rewriters.ir.op_traits import Trait, ops_with
 from rewriters.ir.static_values import Dim, StaticEvaluator, Value, constant, is_inexact
 from rewriters.ir.symbolic_dims import SymbolicDim
@@ -183,7 +182,8 @@ class _LoopReader:
                 if self._outputs[self._position[tensor]] != tensor:
                     return tensor
             else:
-                return None if tensor.node.op in ("Const", "ReadVariableOp") else self._repeated.get(tensor, tensor)
+                is_held = tensor.node.op in ("Const", "ReadVariableOp") or is_folded(tensor)
+                return None if is_held else self._repeated.get(tensor, tensor)
         return tensor
 
     def _spec(self, tensor: Tensor, index: int) -> tuple[tf.DType, Shape] | None:
@@ -254,42 +254,45 @@ def loop_iterations(graph: Graph, batch: int) -> dict[str, list[IterationTrace]]
     """Return the memory of an iteration of each loop of the step, by the loop's name, beside complete lists.
 
     The last iteration computes the last elements of the lists: its own memory is that above its elements. Where
-    iterations overlap, as those of `tf.map_fn` do, the lists are incomplete meanwhile.
+    iterations overlap, as those of `tf.map_fn` do, the lists are incomplete meanwhile. The tensors of an iteration are
+    allocated one by one: each may occupy up to twice its bytes.
     """
     traces: dict[str, list[IterationTrace]] = {}
     for node in graph.nodes.values():
-        own_bytes = _iteration_bytes(node, batch)
-        if own_bytes:
+        sizes = _iteration_sizes(node, batch)
+        if sizes:
             events = [
-                AllocationEvent(Action.MAP, 0, own_bytes, node.name),
+                *(AllocationEvent(Action.ALLOCATE, key, size, node.name) for key, size in enumerate(sizes)),
                 AllocationEvent(Action.RUN, -1, 0, node.name),
-                AllocationEvent(Action.FREE, 0, 0, node.name),
+                *(AllocationEvent(Action.FREE, key, 0, node.name) for key in range(len(sizes))),
             ]
             traces[node.name] = [IterationTrace(events, events)]
     return traces
 
 
-def _iteration_bytes(node: Node, batch: int) -> int:
-    """Return the bytes that an iteration of a loop needs beside the elements of its lists."""
+def _iteration_sizes(node: Node, batch: int) -> list[int]:
+    """Return the sizes of the tensors that an iteration of a loop needs beside the elements of its lists."""
     if node.op not in LOOPS or node.loop is None or node.loop.body is None:
-        return 0
+        return []
     body = node.loop.body
     order = body.execution_order()
-    scratch = {inner: op_scratch(inner, batch) + _iteration_bytes(inner, batch) for inner in order}
+    scratch = {inner: op_scratch(inner, batch) + sum(_iteration_sizes(inner, batch)) for inner in order}
     elements = {
         tensor for index in range(len(body.outputs)) for tensor in appended_elements(body, index) or () if tensor.shape
     }
 
     def num_bytes(tensor: Tensor) -> int:
-        return 0 if tensor.dtype == tf.variant else tensor.num_bytes(batch)
+        return 0 if tensor.dtype == tf.variant or is_folded(tensor) else tensor.num_bytes(batch)
 
     events = schedule(order, num_bytes, concurrent_scratch(scratch, order), [*body.outputs, *elements])
-    held = sum(shape_bytes(*element, batch) for size in _own_lists(node.loop) for element in size.elements)
+    sizes = sizes_at_peak(events)
+    for element_bytes in (shape_bytes(*e, batch) for size in _own_lists(node.loop) for e in size.elements):
+        if element_bytes in sizes:
+            sizes.remove(element_bytes)
     pending = min(node.attrs["parallel_iterations"].i - 1, MAX_PENDING_ITERATIONS)
     if node.loop.lengths:
         pending = min(pending, (node.loop.lengths[0] or batch) - 1)
-    terms = sum(tensor.num_bytes(batch) for tensor in _accumulated(body))
-    return max(peak_bytes_of(events, ExactAllocator()) - held, 0) + pending * terms
+    return sizes + pending * [tensor.num_bytes(batch) for tensor in _accumulated(body)]
 
 
 def _accumulated(body: Graph) -> list[Tensor]:

@@ -23,6 +23,7 @@ from rewriters.device import properties
 from rewriters.device.allocator import Allocator
 from rewriters.device.kernel_scratch import op_scratch
 from rewriters.ir.graph import LOOPS, Graph, Node, Tensor, predecessors
+from rewriters.ir.loop_bodies import folded_tensors
 from rewriters.ir.op_traits import Trait, ops_with
 
 __all__: list[str] = []
@@ -304,6 +305,20 @@ def worst_kernel(events: Sequence[AllocationEvent]) -> tuple[int, str, int]:
     return worst
 
 
+def sizes_at_peak(events: Sequence[AllocationEvent]) -> list[int]:
+    """Return the sizes of the tensors and scratch blocks that are alive at the worst moment of an iteration."""
+    held: dict[int, int] = {}
+    worst, sizes = 0, list[int]()
+    for action, key, num_bytes, _, blocks in events:
+        if action in _TAKES:
+            held[key] = num_bytes
+        elif action is Action.FREE:
+            del held[key]
+        elif sum(held.values()) + num_bytes > worst:
+            worst, sizes = sum(held.values()) + num_bytes, [*held.values(), *blocks]
+    return sizes
+
+
 def replay(
     events: Sequence[AllocationEvent],
     pool: Allocator,
@@ -383,11 +398,13 @@ class AllocationTrace:
         events: In order.
         late: Events with delayed frees, for two concurrent ops (`with_delayed_frees`).
         held: Bytes of each tensor that lives throughout: variables and arguments.
+        folded_bytes: Bytes of constants in bodies of loops, which TensorFlow computes once and holds.
     """
 
     events: list[AllocationEvent]
     late: list[AllocationEvent]
     held: list[int]
+    folded_bytes: int
 
 
 def graph_schedule(
@@ -424,7 +441,8 @@ def graph_schedule(
     scratch = concurrent_scratch({node: op_scratch(node, batch) for node in order}, order)
     events = schedule(order, num_bytes, scratch, graph.outputs, alias)
     held = [*fixed, *(t.num_bytes(batch) for t in graph.inputs)]
-    return AllocationTrace(events, with_delayed_frees(events, loops), held)
+    folded_bytes = sum(t.num_bytes(batch) for t in folded_tensors(graph))
+    return AllocationTrace(events, with_delayed_frees(events, loops), held, folded_bytes)
 
 
 def graph_peak(
@@ -443,6 +461,7 @@ def graph_peak(
     for pool in properties.pools(sum(trace.held) + max((e.num_bytes for e in trace.events), default=0)):
         for amount in trace.held:
             pool.allocate(amount)
+        pool.map(trace.folded_bytes)
         # The second replay starts with fragmented memory.
         for events, inner in ((trace.events, inner_events), (trace.late, late)):
             peak = replay(events, pool, inner)

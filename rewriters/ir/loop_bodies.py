@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -53,6 +53,19 @@ def function_of(graph: Graph, node: Node, attr: str) -> Graph | None:
 def _definition(graph: Graph, node: Node, attr: str) -> Any:
     name = node.attrs[attr].func.name
     return next((f for f in graph.library.function if f.signature.name == name), None)
+
+
+def is_folded(tensor: Tensor) -> bool:
+    """Return whether TensorFlow computes a tensor once, from constants, and holds it as long as the step exists."""
+    return tensor.node.op == "Fill" and all(operand.node.op == "Const" for operand in tensor.node.inputs)
+
+
+def folded_tensors(graph: Graph) -> Iterator[Tensor]:
+    """Yield the tensors in the bodies of a graph's loops for which `is_folded` holds."""
+    for node in graph.nodes.values():
+        if node.loop is not None and node.loop.body is not None:
+            yield from filter(is_folded, (inner.out() for inner in node.loop.body.nodes.values() if inner.outputs))
+            yield from folded_tensors(node.loop.body)
 
 
 def function_reads(graph: Graph, node: Node, attr: str, position: int) -> bool:

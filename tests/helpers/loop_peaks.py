@@ -1,6 +1,6 @@
 """Measured and predicted peaks of a step with a loop, with the statistics of oneDNN's allocator; a program, no test.
 
-Arguments: a spill directory.
+Arguments: a spill directory, and for recurrent layers in training a budget, `smallest` or `middle`.
 """
 
 import os
@@ -39,6 +39,31 @@ def largest_peak(step, batch):
     return max(tflms_sft.measure(step, *batch).peak_bytes for _ in range(5))
 
 
+def trained(budget):
+    """Train two recurrent layers within the smallest budget, or twice that, and print the peaks of the first step."""
+    keras.utils.set_random_seed(0)
+    random = np.random.default_rng(0)
+    data = random.random((8, 6, 48, 48, 3), dtype="float32"), random.random((8, 48, 48, 8), dtype="float32")
+    cells = [layers.ConvLSTM2D(16, 3, padding="same", return_sequences=True), layers.ConvLSTM2D(8, 3, padding="same")]
+    model = keras.Sequential([keras.Input(data[0].shape[1:]), *cells])
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", jit_compile=False)
+
+    def fit(num_bytes):
+        callback = tflms_sft.MemoryBudget(num_bytes, verbose=0)
+        model.fit(*data, batch_size=4, steps_per_epoch=1, verbose=0, callbacks=[callback])
+        return callback.plan
+
+    try:
+        fit(1)
+    except tflms_sft.BudgetError as error:
+        smallest = error.smallest_bytes
+    num_bytes = smallest if budget == "smallest" else 2 * smallest
+    plan = fit(num_bytes)
+    say("budget", num_bytes)
+    say("predicted", plan.predicted.peak_bytes)
+    say("measured", plan.measured.peak_bytes)
+
+
 def main():
     step, random = gradient_step(), np.random.default_rng(0)
     batch = [random.random((BATCH, SIZE, SIZE, 1), dtype="float32") for _ in range(2)]
@@ -51,4 +76,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    trained(sys.argv[2]) if len(sys.argv) > 2 else main()
