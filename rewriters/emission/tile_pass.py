@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Hashable, Mapping
+from collections.abc import Container, Hashable, Mapping
 
 import tensorflow as tf
 
@@ -19,8 +19,9 @@ from rewriters.emission.loop_emitter import loop_input_tensors, loop_output_tens
 from rewriters.emission.loop_signature import program_signature
 from rewriters.errors import RewriteError
 from rewriters.ir.graph import LOOPS, Graph, Node, Tensor, from_tf_graph
-from rewriters.ir.graph_pass import GraphPass, PassResult, run_pass, run_passes
+from rewriters.ir.graph_pass import GraphPass, PassResult, run_pass
 from rewriters.ir.static_values import int_constant, type_attr
+from rewriters.scheduling.control_edges import add_edges
 from rewriters.scheduling.delay_early_ops import DelayOptimizerOps, EmittedLoop, RunUpdatesBeforeLoops
 from rewriters.scheduling.serialize_ops import SerializeScratchGroups
 from rewriters.tiling.barrier_planner import BarrierPlanner
@@ -202,12 +203,13 @@ class _LoopSplicer:
         loops = [
             EmittedLoop(loop.name, self.starts[loop].name, self.devices[loop], loop in self.backward) for loop in order
         ]
-        scheduling = [
+        scheduling = (
             DelayOptimizerOps(self.analysis),
             RunUpdatesBeforeLoops(self.analysis, loops),
             SerializeScratchGroups(),
-        ]
-        return run_passes(self.graph, scheduling).graph
+        )
+        add_edges(self.graph, scheduling)
+        return self.graph
 
     def in_stages(self) -> Tiled:
         """Insert the loops alone."""
@@ -305,13 +307,16 @@ class _LoopSplicer:
         so that the old one is released earlier.
         """
         newest: dict[Tensor, Tensor] = {}
-        return [self._splice(plan.segment, tile_loop, newest) for tile_loop in plan.loops]
+        inside = {*plan.segment.forward, *plan.segment.backward}
+        return [self._splice(plan.segment, tile_loop, newest, inside) for tile_loop in plan.loops]
 
-    def _splice(self, segment: Segment, tile_loop: TileLoop, newest: dict[Tensor, Tensor]) -> Node:
-        """Insert a loop in its name scope; return its node."""
+    def _splice(
+        self, segment: Segment, tile_loop: TileLoop, newest: dict[Tensor, Tensor], inside: Container[Node]
+    ) -> Node:
+        """Insert a loop in its name scope; return its node. `inside` are all ops of the segment."""
         prefix = self.graph.unique_name(f"{LOOP_SCOPE}{segment.name}/{tile_loop.name}")
         start = self.graph.add(Node(f"{prefix}/start", "NoOp"))
-        start.control_inputs = self._waits(segment, tile_loop)
+        start.control_inputs = self._waits(segment, tile_loop, inside)
         inputs = [newest[t] if t in newest else self._tensor(t) for t in loop_input_tensors(tile_loop, segment)]
         if self.bodies:
             loop, results = self._traced(segment, tile_loop, prefix, start, inputs)
@@ -377,12 +382,13 @@ class _LoopSplicer:
             self.graph.library.MergeFrom(self.programs[key].library)
         return self.programs[key].copy()
 
-    def _waits(self, segment: Segment, tile_loop: TileLoop) -> list[Node]:
+    def _waits(self, segment: Segment, tile_loop: TileLoop, inside: Container[Node]) -> list[Node]:
         """Return the control inputs of a loop: those of its ops, and the producers of its operands.
 
         The latter keep the runtime from allocating the loop's buffers at the start of the step.
         """
-        inside = {*segment.forward, *(segment.backward if segment.loop_specs else tile_loop.replaces)}
+        if not segment.loop_specs:
+            inside = {*segment.forward, *tile_loop.replaces}
         waits = [c for node in tile_loop.replaces for c in node.control_inputs if c not in inside]
         waits += [t.node for t in tile_loop.reads if t.node not in inside]
         if tile_loop.backward and not segment.loop_specs:

@@ -1,12 +1,13 @@
-"""Adds control edges to a copy of a graph: the one edit that passes of this package make."""
+"""Adds control edges to a graph, the edit that passes of this package have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import abc
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from rewriters.ir.graph import Graph, Node
-from rewriters.ir.graph_pass import PassResult
+from rewriters.ir.graph_pass import GraphPass, PassResult
 
 __all__: list[str] = []
 
@@ -23,17 +24,53 @@ class ControlEdge(NamedTuple):
     before: Node
 
 
-def add_control_edges(graph: Graph, edges: Iterable[ControlEdge]) -> PassResult:
-    """Return a copy of a graph with more control edges, or the graph itself if there are none to add.
+class EdgePass(GraphPass[PassResult]):
+    """A pass that adds control edges, and may edit the ops that wait for others."""
 
-    Args:
-        graph: The graph; it is not edited.
-        edges: Edges between nodes of `graph`.
-    """
-    edges = list(edges)
-    if not edges:
-        return PassResult(graph, changed=False)
+    @abc.abstractmethod
+    def edges(self, graph: Graph) -> Iterable[ControlEdge]:
+        """Return the edges to add to a graph; ops of another copy of the graph stand for those of the same name."""
+
+    def edit(self, graph: Graph, node: Node) -> None:
+        """Edit an op with a new edge; the default changes nothing."""
+        del graph, node
+
+    def call(self, graph: Graph) -> PassResult:
+        """Return a copy of a graph with the edges, or the graph itself if there are none to add."""
+        return _with_edges(graph, [self])
+
+
+class EdgePasses(GraphPass[PassResult]):
+    """Runs several passes on one copy of a graph: a copy and its checks take longer than most of these passes."""
+
+    def __init__(self, passes: Sequence[EdgePass]) -> None:
+        """Prepare the pass; each of `passes` sees the edges of those before it."""
+        self.passes = passes
+        self.new_stateful_ops = frozenset[str]().union(*(edge_pass.new_stateful_ops for edge_pass in passes))
+
+    def requires(self, graph: Graph) -> None:
+        """Check what the passes need of the graph."""
+        for edge_pass in self.passes:
+            edge_pass.requires(graph)
+
+    def call(self, graph: Graph) -> PassResult:
+        """Return a copy of a graph with the edges of all passes, or the graph itself if there are none to add."""
+        return _with_edges(graph, self.passes)
+
+
+def _with_edges(graph: Graph, passes: Sequence[EdgePass]) -> PassResult:
     new = graph.copy()
-    for node, before in edges:
-        new.nodes[node.name].control_inputs.append(new.nodes[before.name])
-    return PassResult(new, changed=True)
+    changed = add_edges(new, passes)
+    return PassResult(new if changed else graph, changed)
+
+
+def add_edges(graph: Graph, passes: Iterable[EdgePass]) -> bool:
+    """Edit a graph: add the edges of passes, one pass after another; return whether there are any."""
+    changed = False
+    for edge_pass in passes:
+        for node, before in list(edge_pass.edges(graph)):
+            waiting = graph.nodes[node.name]
+            waiting.control_inputs.append(graph.nodes[before.name])
+            edge_pass.edit(graph, waiting)
+            changed = True
+    return changed

@@ -17,9 +17,8 @@ from rewriters.analysis.autodiff_roles import data_dependent_nodes, reads_shape_
 from rewriters.analysis.graph_analysis import GraphAnalysis, require_analysed
 from rewriters.device.properties import forwards_input_buffer, may_fuse_with_consumer
 from rewriters.ir.graph import LOOPS, Graph, Node, Tensor, predecessors
-from rewriters.ir.graph_pass import GraphPass, PassResult
 from rewriters.ir.static_values import constant, int_constant, type_attr
-from rewriters.scheduling.control_edges import ControlEdge, add_control_edges
+from rewriters.scheduling.control_edges import ControlEdge, EdgePass
 
 __all__: list[str] = []
 
@@ -45,7 +44,7 @@ def earliest_forward_level(analysis: GraphAnalysis) -> dict[Node, int]:
     return levels
 
 
-class DelayEarlyOps(GraphPass[PassResult]):
+class DelayEarlyOps(EdgePass):
     """Lets each large value that could exist early wait for the value that it is combined with."""
 
     new_stateful_ops = frozenset(("Empty",))
@@ -67,13 +66,14 @@ class DelayEarlyOps(GraphPass[PassResult]):
         """Check that the analysis belongs to the graph."""
         require_analysed(graph, self.analysis)
 
-    def call(self, graph: Graph) -> PassResult:
-        """Add one control edge for each op that is delayed, and keep TensorFlow from folding the op."""
-        edges = list(_DelayPlanner(self.analysis, self.min_bytes, self.batch).edges())
-        result = add_control_edges(graph, edges)
-        for node, _ in edges:
-            _keep_unfolded(result.graph, result.graph.nodes[node.name])
-        return result
+    def edges(self, graph: Graph) -> Iterator[ControlEdge]:
+        """Yield one edge for each op that is delayed, between ops of the analysed graph."""
+        del graph
+        return _DelayPlanner(self.analysis, self.min_bytes, self.batch).edges()
+
+    def edit(self, graph: Graph, node: Node) -> None:
+        """Keep TensorFlow from folding a delayed op."""
+        _keep_unfolded(graph, node)
 
 
 def _keep_unfolded(graph: Graph, node: Node) -> None:
@@ -96,7 +96,7 @@ def _keep_unfolded(graph: Graph, node: Node) -> None:
     node.inputs[1] = graph.add(zero).out()
 
 
-class DelayOptimizerOps(GraphPass[PassResult]):
+class DelayOptimizerOps(EdgePass):
     """Lets each large value of the update that depends on variables alone wait for its gradient.
 
     Does what `DelayEarlyOps` does, for the update alone and in one walk: the planner runs it for every plan it tries.
@@ -106,11 +106,8 @@ class DelayOptimizerOps(GraphPass[PassResult]):
         """Prepare the pass; `analysis` is that of the step without tile loops."""
         self.analysis = analysis
 
-    def call(self, graph: Graph) -> PassResult:
-        """Add one control edge for each op that is delayed."""
-        return add_control_edges(graph, self._edges(graph))
-
-    def _edges(self, graph: Graph) -> Iterator[ControlEdge]:
+    def edges(self, graph: Graph) -> Iterator[ControlEdge]:
+        """Yield one edge for each op that is delayed."""
         order = graph.execution_order()
         position = {node: index for index, node in enumerate(order)}
         data, consumers, successors = data_dependent_nodes(graph, order), graph.consumers(), _successors(order)
@@ -153,7 +150,7 @@ class EmittedLoop(NamedTuple):
     backward: bool
 
 
-class RunUpdatesBeforeLoops(GraphPass[PassResult]):
+class RunUpdatesBeforeLoops(EdgePass):
     """Lets each backward loop wait for the updates of variables whose gradients exist before the loop.
 
     Otherwise gradients and the optimizer's intermediate values occupy memory beside the loop, in some runs.
@@ -169,11 +166,8 @@ class RunUpdatesBeforeLoops(GraphPass[PassResult]):
         self.analysis = analysis
         self.loops = loops
 
-    def call(self, graph: Graph) -> PassResult:
-        """Add control edges from updates to the starts of loops."""
-        return add_control_edges(graph, self._edges(graph))
-
-    def _edges(self, graph: Graph) -> Iterator[ControlEdge]:
+    def edges(self, graph: Graph) -> Iterator[ControlEdge]:
+        """Yield edges from updates to the starts of loops."""
         order = graph.execution_order()
         update = set(_update_ops(order, _successors(order), self.analysis))
         number = {graph.nodes[loop.loop]: position for position, loop in enumerate(self.loops)}

@@ -22,8 +22,7 @@ from rewriters.device.properties import (
     may_run_in_place,
 )
 from rewriters.ir.graph import Graph, Node, Tensor, predecessors
-from rewriters.ir.graph_pass import GraphPass, PassResult
-from rewriters.scheduling.control_edges import ControlEdge, add_control_edges
+from rewriters.scheduling.control_edges import ControlEdge, EdgePass
 
 __all__: list[str] = []
 
@@ -31,7 +30,7 @@ MAX_VISITED_OPS = 100
 """Ops visited at most to estimate the memory that operands need."""
 
 
-class SerializeLargeOps(GraphPass[PassResult]):
+class SerializeLargeOps(EdgePass):
     """Brings ops that take or free much memory into one order.
 
     The forward phase never waits for the backward phase. Shapes of activations that autodiff reads belong to the
@@ -52,11 +51,8 @@ class SerializeLargeOps(GraphPass[PassResult]):
         self.min_bytes = max(min_bytes, 1)
         self.batch = batch
 
-    def call(self, graph: Graph) -> PassResult:
-        """Add control edges between large ops."""
-        return add_control_edges(graph, self._edges(graph))
-
-    def _edges(self, graph: Graph) -> Iterator[ControlEdge]:
+    def edges(self, graph: Graph) -> Iterator[ControlEdge]:
+        """Yield edges between large ops."""
         chains: dict[tuple[str, bool], _OpChain] = collections.defaultdict(_OpChain)  # by device, and whether backward
         consumers = graph.consumers()
         done: set[Node] = set()
@@ -83,18 +79,15 @@ def _takes_no_memory(node: Node) -> bool:
     return forwards_input_buffer(node) or not node.inputs or node.op == "ReadVariableOp" or reads_shape_only(node)
 
 
-class SerializeScratchGroups(GraphPass[PassResult]):
+class SerializeScratchGroups(EdgePass):
     """Runs ops whose kernels take much scratch memory one after another, in the executor's order on each device."""
 
     def __init__(self, *, fixed: Container[str] = ()) -> None:
         """Prepare the pass; `fixed` are names of ops that must get no more control edges."""
         self.fixed = fixed
 
-    def call(self, graph: Graph) -> PassResult:
-        """Add control edges between those ops."""
-        return add_control_edges(graph, self._edges(graph))
-
-    def _edges(self, graph: Graph) -> Iterator[ControlEdge]:
+    def edges(self, graph: Graph) -> Iterator[ControlEdge]:
+        """Yield edges between those ops."""
         if not any(map(takes_memory, graph.nodes.values())):
             return
         groups: dict[str, ConcurrencyGroup[Node]] = {}

@@ -20,6 +20,7 @@ from rewriters.errors import RewriteError
 from rewriters.ir.graph import Graph, Node, Tensor, ancestors, predecessors, producers
 from rewriters.ir.graph_pass import GraphPass, PassResult, run_pass, run_passes
 from rewriters.ir.op_traits import Trait, is_collective, ops_with
+from rewriters.scheduling.control_edges import EdgePasses
 from rewriters.scheduling.delay_early_ops import DelayEarlyOps, earliest_forward_level
 from rewriters.scheduling.serialize_ops import SerializeLargeOps, SerializeScratchGroups
 from rewriters.swapping.loop_swaps import SavedList, is_filled_by_loop, saved_list, swap_lists
@@ -127,7 +128,7 @@ def prepare_for_swapping(
         SerializeLargeOps(backward=backward, fixed=fixed, min_bytes=min_bytes, batch=batch),
         SerializeScratchGroups(fixed=exchanged),
     ]
-    return analyse(run_passes(analysis.graph, scheduling).graph)
+    return analyse(run_pass(EdgePasses(scheduling), analysis.graph).graph)
 
 
 def after_exchanges(analysis: GraphAnalysis) -> set[str]:
