@@ -323,6 +323,7 @@ def replay(
     events: Sequence[AllocationEvent],
     pool: Allocator,
     iterations: Mapping[str, Sequence[Sequence[AllocationEvent]]] | None = None,
+    above: int = -1,
 ) -> Peak:
     """Replay a step, including iterations of loops; earlier allocations of `pool` stay.
 
@@ -330,6 +331,7 @@ def replay(
         events: Events in order.
         pool: Memory of the device.
         iterations: Traces of the iterations that run one after another in a loop, by its name.
+        above: Bytes; the largest tensors are not listed for a peak up to it.
     """
     allocate, give, maps, inner = Action.ALLOCATE, Action.FREE, Action.MAP, iterations or {}
     held: dict[int, Any] = {}
@@ -354,7 +356,7 @@ def replay(
         timeline.append((name, now))
         if now > peak:
             peak, worst, at, own_bytes = now, number, name, now - before
-    return Peak(peak, at, _largest(events[:worst]), tuple(timeline), own_bytes)
+    return Peak(peak, at, _largest(events[:worst]) if peak > above else (), tuple(timeline), own_bytes)
 
 
 def with_delayed_frees(events: Sequence[AllocationEvent], loops: Container[str] = ()) -> list[AllocationEvent]:
@@ -464,7 +466,7 @@ def graph_peak(
         pool.map(trace.folded_bytes)
         # The second replay starts with fragmented memory.
         for events, inner in ((trace.events, inner_events), (trace.late, late)):
-            peak = replay(events, pool, inner)
+            peak = replay(events, pool, inner, -1 if worst is None else worst.peak_bytes)
             worst = peak if worst is None or peak.peak_bytes > worst.peak_bytes else worst
             if limit is not None and worst.peak_bytes > limit:
                 return worst

@@ -13,7 +13,7 @@ from rewriters.swapping.swap_pass import Swap, insert_swaps, plan_swaps
 from rewriters.swapping.tiers import HostSkeletonTier, HostTier, SkeletonTier
 from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._planner.swap_planner import check_names, make_tier, no_room, out_seconds, prepared, swapped_seconds
-from tflms_sft._planner.traced_step import TracedStep, predict
+from tflms_sft._planner.traced_step import TracedStep, predicted_peak
 
 PREFETCH_DISTANCES = (1, 2, 3, 5, 8, 12, 18, 27, 40)
 """Values of `lb` that are tried. A transfer that begins earlier ends early enough anyway."""
@@ -64,7 +64,7 @@ class SwapSearch:
         result = insert_swaps(self._analysis, self.swaps(lb)[:count], tier, self.params.max_in_flight)
         away: frozenset[Node] = frozenset(result.swap_outs if self._on_host else ())
         slow = out_seconds(self._traced, result.swap_outs, self.params)
-        peak, _ = predict(self._traced, self._plans, limit=limit, graph=result.graph, away=away, slow=slow)
+        peak = predicted_peak(self._traced, self._plans, limit=limit, graph=result.graph, away=away, slow=slow)
         if limit is None or peak.peak_bytes <= limit:  # Else modelling stopped at the first state above the limit.
             self._peaks[count, lb] = peak
         return peak

@@ -194,7 +194,21 @@ def predict(
     away: Container[Node] = (),
     slow: Mapping[Node, float] | None = None,
 ) -> tuple[Peak, float]:
-    """Return the peak of the step with tile loops, and its time over that of the original step.
+    """Return the peak of the step with tile loops, and its time over that of the original step; see `predicted_peak`."""
+    peak = predicted_peak(traced, plans, limit=limit, graph=graph, away=away, slow=slow)
+    return peak, seconds_of(traced, plans) / traced.seconds
+
+
+def predicted_peak(
+    traced: TracedStep,
+    plans: list[SegmentPlan],
+    *,
+    limit: int | None = None,
+    graph: Graph | None = None,
+    away: Container[Node] = (),
+    slow: Mapping[Node, float] | None = None,
+) -> Peak:
+    """Return the peak of the step with tile loops.
 
     Args:
         traced: The step.
@@ -219,8 +233,7 @@ def predict(
         for tile_loop in plan.loops
     }
     of_original = traced.loop_iterations if graph is None else loop_iterations(graph, traced.batch)
-    peak = graph_peak(trace, {**of_original, **iterations}, limit)
-    return peak, seconds_of(traced, plans) / traced.seconds
+    return graph_peak(trace, {**of_original, **iterations}, limit)
 
 
 def op_times(
