@@ -7,6 +7,7 @@ ops. Gradients are images like others.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 from rewriters.analysis.autodiff_roles import reads_shape_only
@@ -23,6 +24,9 @@ from rewriters.tiling.segment import Segment
 from rewriters.tiling.tile_planner import Grid, Region, RowDemand, TileLoop
 
 __all__: list[str] = []
+
+LatestPlans = dict[LoopSpec, tuple[Grid, TileLoop]]
+"""The latest plan of each loop, with the grid that was asked for; the plan's own grid may be coarser."""
 
 
 def barrier_segment(
@@ -65,26 +69,30 @@ def barrier_segment(
 
 
 class BarrierPlanner(RowDemand):
-    """Plans the tile loops of one segment with barriers."""
+    """Plans the tile loops of one segment with barriers.
+
+    Attributes:
+        latest: Latest plan of each loop, because consecutive candidates of a search differ in few loops. Planners of
+            segments with other checkpoints may share it.
+    """
 
     def __init__(self, analysis: GraphAnalysis, segment: Segment) -> None:
         super().__init__(analysis, segment.kinds)
         self.segment = segment
-        self._latest: dict[str, tuple[Grid, TileLoop]] = {}
+        self.latest: LatestPlans = {}
 
     def tile_loops(self, grid_of: Callable[[LoopSpec], Grid]) -> list[TileLoop]:
-        """Plan all loops, each with the grid that `grid_of` returns.
-
-        The planner keeps the latest plan of each loop, because consecutive candidates of a search differ in few loops.
-        """
+        """Plan all loops, each with the grid that `grid_of` returns."""
         numbers = {True: 0, False: 0}
         tile_loops = []
         for spec in self.segment.loop_specs:
             numbers[spec.backward] += 1
             name, grid = f"{'backward' if spec.backward else 'forward'}{numbers[spec.backward]}", grid_of(spec)
-            if name not in self._latest or self._latest[name][0] != grid:
-                self._latest[name] = grid, self.tile_loop(spec, grid, name)
-            tile_loops.append(self._latest[name][1])
+            if spec not in self.latest or self.latest[spec][0] != grid:
+                self.latest[spec] = grid, self.tile_loop(spec, grid, name)
+            elif self.latest[spec][1].name != name:
+                self.latest[spec] = grid, dataclasses.replace(self.latest[spec][1], name=name)
+            tile_loops.append(self.latest[spec][1])
         return tile_loops
 
     def clamped(self, loop: LoopSpec, grid: Grid) -> Grid:

@@ -18,6 +18,7 @@ import bisect
 import dataclasses
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -40,7 +41,7 @@ MAX_ROUNDS = 20
 """Iterations of the fixpoint of stored tensors."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class LoopSpec:
     """A loop before its tiles are planned.
 
@@ -71,6 +72,14 @@ class LoopSpec:
         """Reductions that are not computed together with another one."""
         merged = {node for pair in self.moments for node in (pair.mean.node, pair.variance.node)}
         return [node for node in self.sums if node not in merged]
+
+
+_level = operator.attrgetter("level")
+
+
+def _contents(spec: LoopSpec) -> tuple[Any, ...]:
+    """Return a key that loops of one selection share if they are equal."""
+    return (spec.level, *map(tuple, (spec.writes, spec.sums, spec.body, spec.reads, spec.replaces)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +142,7 @@ class CheckpointSelection:
         self.stored = self._find_stored()
         self.live_ranges = self._find_live_ranges()
         self._gathered: dict[tuple[Any, ...], list[Tensor]] = {}
+        self._loops: dict[tuple[Any, ...], LoopSpec] = {}
 
     # Stored tensors ------------------------------------------------------------------------------------------
 
@@ -267,7 +277,7 @@ class CheckpointSelection:
         return sorted(tensors, key=lambda t: (self._position[t.node], t.index))
 
     def loop_specs(self, checkpoints: set[Tensor] | None = None) -> list[LoopSpec]:
-        """Return the loops in the order in which they run.
+        """Return the loops in the order in which they run; sets of checkpoints share equal loops.
 
         Args:
             checkpoints: Forward tensors that stay alive until the backward phase; all if `None`. The others are
@@ -287,7 +297,7 @@ class CheckpointSelection:
                 else:
                     specs.append(self._loop_of(level, device_roots, is_available))
         self._assign_replaced_ops(specs)
-        return specs
+        return [self._loops.setdefault(_contents(spec), spec) for spec in specs]
 
     def _assign_replaced_ops(self, specs: list[LoopSpec]) -> None:
         """Add each op to the last loop of its device, of its level or below, which replaces it."""
@@ -298,7 +308,7 @@ class CheckpointSelection:
             specs_of_device.setdefault(spec.device, []).append(spec)
         for node in (*self._roles.tiled, *self._roles.sums):
             candidates = specs_of_device.get(node.device, specs)
-            number = bisect.bisect_right([spec.level for spec in candidates], self._roles.level[node]) - 1
+            number = bisect.bisect_right(candidates, self._roles.level[node], key=_level) - 1
             candidates[max(number, 0)].replaces.append(node)
 
     def _by_device(self, roots: Sequence[Node], is_available: Callable[[Tensor], bool]) -> list[list[Node]]:

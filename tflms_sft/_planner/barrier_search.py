@@ -22,6 +22,7 @@ from rewriters.tiling.row_planner import RowBarrierPlanner
 from rewriters.tiling.segment import Segment
 from rewriters.tiling.tile_planner import Grid, Halo
 from tflms_sft._planner.block_search import rung, target_bytes
+from tflms_sft._planner.loop_bounds import bytes_beside_iterations, least_peak
 from tflms_sft._planner.segment_tilings import LoopEstimate, LoopEstimates, fastest_fitting
 from tflms_sft._planner.tile_grids import loop_grids
 from tflms_sft._planner.traced_step import Candidate, TracedStep, predict
@@ -91,6 +92,7 @@ class Barriers:
             for selection in selections
         ]
         self.smallest = self.families[0][-1]
+        self._segments: dict[CheckpointSelection, Segment] = {}
         self._numbers = {one: (f, s) for f, family in enumerate(self.families) for s, one in enumerate(family)}
 
     @property
@@ -103,9 +105,12 @@ class Barriers:
 
     def segment(self, name: str, checkpoints: CheckpointSet) -> Segment:
         """Return the segment with a set of checkpoints."""
-        tensors = set(checkpoints.tensors)
-        segment = barrier_segment(self._traced.analysis, name, self._levels, checkpoints.selection, tensors)
-        return dataclasses.replace(segment, checkpoint_set=self._numbers.get(checkpoints))
+        selection = checkpoints.selection
+        if selection not in self._segments:
+            self._segments[selection] = barrier_segment(self._traced.analysis, name, self._levels, selection)
+        loops = selection.loop_specs(set(checkpoints.tensors))
+        number = self._numbers.get(checkpoints)
+        return dataclasses.replace(self._segments[selection], name=name, loop_specs=loops, checkpoint_set=number)
 
     def stores(self, tensor: Tensor) -> bool:
         """Return whether a tensor is materialised at some time."""
@@ -145,6 +150,7 @@ class TiledLoops:
         self._estimates = estimates
         planner = RowBarrierPlanner if halo is Halo.CARRY else BarrierPlanner
         self._planner = planner(estimates.traced.analysis, segment)
+        self._planner.latest = estimates.latest[halo]
         self._programs = estimates.programs(segment) if programs is None else programs
 
     @functools.cached_property
@@ -215,12 +221,18 @@ class CheckpointPlan:
         self._loops = {halo: TiledLoops(estimates, segment, halo=halo, programs=programs) for halo in Halo}
         self._targets: dict[tuple[Halo, int], tuple[int, list[Grid]]] = {}
         self._smallest: Candidate | None = None
-        self._partial_peak = 0
 
-    @property
+    @functools.cached_property
     def least_bytes(self) -> int:
         """Peak of the step with small iterations; a lower bound of it until `fits` has modelled the whole step."""
-        return self._partial_peak if self._smallest is None else self._smallest.peak.peak_bytes
+        return least_peak(self._traced, [self._small_plan])
+
+    def may_fit_with_swaps(self, limit: int) -> bool:
+        """Return whether each loop alone, in its finest grid, stays within `limit` bytes."""
+        return not any(
+            all(num_bytes + loops.estimate(n, loops.grids[n][-1]).num_bytes > limit for loops in self._loops.values())
+            for n, num_bytes in enumerate(bytes_beside_iterations(self._traced, self._small_plan, swapped=True))
+        )
 
     @functools.cached_property
     def least_seconds(self) -> float:
@@ -232,16 +244,16 @@ class CheckpointPlan:
     def smallest(self) -> Candidate:
         """Plan with small iterations."""
         if self._smallest is None:
-            self._smallest = self._candidate(self._loops[Halo.RECOMPUTE], self._small_grids)
+            self._smallest = self._candidate(self._small_plan)
         return self._smallest
 
     @functools.cached_property
-    def _small_grids(self) -> list[Grid]:
+    def _small_plan(self) -> SegmentPlan:
         loops = self._loops[Halo.RECOMPUTE]
-        return loops.small_iterations(MIN_ITERATION_FRACTION * _largest_result(self._traced, loops.segment))
+        num_bytes = MIN_ITERATION_FRACTION * _largest_result(self._traced, loops.segment)
+        return loops.planned(loops.small_iterations(num_bytes))
 
-    def _candidate(self, loops: TiledLoops, grids: Sequence[Grid], limit: int | None = None) -> Candidate:
-        plan = loops.planned(grids)
+    def _candidate(self, plan: SegmentPlan, limit: int | None = None) -> Candidate:
         return Candidate([plan], *predict(self._traced, [plan], limit=limit))
 
     @functools.cached_property
@@ -274,7 +286,7 @@ class CheckpointPlan:
                 return self.smallest
             grids = tuple(self._for_target(halo, step)[1])
             if grids not in modelled:
-                modelled[grids] = self._candidate(self._loops[halo], grids, limit)
+                modelled[grids] = self._candidate(self._loops[halo].planned(grids), limit)
             return modelled[grids] if modelled[grids].peak.peak_bytes <= limit else None
 
         above, step = first + 1, first
@@ -289,13 +301,12 @@ class CheckpointPlan:
 
     def fits(self, limit: int) -> bool:
         """Return whether the step with small iterations stays within `limit` bytes."""
-        if self._smallest is None:
-            candidate = self._candidate(self._loops[Halo.RECOMPUTE], self._small_grids, limit)
-            self._partial_peak = max(self._partial_peak, candidate.peak.peak_bytes)
-            if candidate.peak.peak_bytes > limit:
-                return False  # Not cached: modelling stopped at the first state above the limit.
-            self._smallest = candidate
-        return self._smallest.peak.peak_bytes <= limit
+        if self._smallest is None and self.least_bytes <= limit:
+            candidate = self._candidate(self._small_plan, limit)
+            self.least_bytes = candidate.peak.peak_bytes
+            if self.least_bytes <= limit:  # Else modelling stopped at the first state above the limit.
+                self._smallest = candidate
+        return self.least_bytes <= limit
 
     def _for_target(self, halo: Halo, step: int) -> tuple[int, list[Grid]]:
         """Return the estimated peak for a target, and the fewest tiles of each loop."""
@@ -343,6 +354,11 @@ class BarrierSearch:
     def least_seconds(self, limit: int) -> float:
         """Return the least time of the sets whose checkpoints alone stay within `limit` bytes."""
         return min(self._least_seconds_of(family, limit) for family in self._barriers.families)
+
+    def may_fit_with_swaps(self, limit: int) -> bool:
+        """Return whether tiles are possible with which swaps may keep the step within `limit` bytes."""
+        sets = (one for family in self._barriers.families for one in reversed(family))
+        return any(self._plan(checkpoints).may_fit_with_swaps(limit) for checkpoints in sets)
 
     def _least_seconds_of(self, family: Sequence[CheckpointSet], limit: int) -> float:
         """Return a lower bound of the time of a family's sets within `limit` bytes; later ones recompute more."""

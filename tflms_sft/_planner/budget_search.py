@@ -26,6 +26,7 @@ from rewriters.tiling.ft_segments import SkippedOps
 from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._planner.barrier_search import Barriers, BarrierSearch
+from tflms_sft._planner.loop_bounds import least_peak
 from tflms_sft._planner.swap_search import SwapSearch
 from tflms_sft._planner.tile_search import InferenceSearch, TrainingSearch
 from tflms_sft._planner.traced_step import Candidate, TracedStep, at_peak, unsupported_layers
@@ -85,6 +86,9 @@ class TileSearch(Protocol):
 
     def fastest_within(self, limit: int) -> Candidate | None:
         """Return the fastest plan found whose step stays within `limit` bytes."""
+
+    def may_fit_with_swaps(self, limit: int) -> bool:
+        """Return whether tiles are possible with which swaps may keep the step within `limit` bytes."""
 
     def proposed(self, target: int) -> Candidate | None:
         """Return the plan for a target, whether its step meets it or not."""
@@ -240,9 +244,11 @@ def _together(
 ) -> Iterator[FeasiblePlan]:
     """Yield plans of tiles that need more than the limit, and swaps that reduce them to it.
 
-    Tiles are skipped that are estimated to take `fastest` seconds or more where only their excess over the limit leaves
-    and comes back; planning swaps takes long.
+    Planning swaps takes long. So tiles are skipped with which no swaps fit, and those that are estimated to take
+    `fastest` seconds or more where only their excess over the limit leaves and comes back.
     """
+    if not search.may_fit_with_swaps(limit):
+        return
     plain, why = traced.plain.peak.peak_bytes, BOTH if fastest == math.inf else FASTER
     tried: set[tuple[float, int]] = set()
     for target in (*(fraction * plain for fraction in TILE_PEAK_FRACTIONS if fraction * plain > limit), limit):
@@ -252,6 +258,8 @@ def _together(
         tried.add((tiles.time_ratio, tiles.peak.peak_bytes))
         seconds, excess = tiles.time_ratio * traced.seconds, max(tiles.peak.peak_bytes - limit, 0)
         if traced.rates.swapped(seconds, excess, excess, to_disk=False) >= fastest:
+            continue
+        if least_peak(traced, tiles.plans, swapped=True) > limit:
             continue
         swaps = SwapSearch(traced, tiles.plans, swap)
         tuned = swaps.tuned(limit)

@@ -20,6 +20,7 @@ from rewriters.errors import NotTileableError
 from rewriters.estimates.loop_memory import Results
 from rewriters.estimates.op_cost import CostModel
 from rewriters.ir.graph import Node, Tensor
+from rewriters.tiling.barrier_planner import LatestPlans
 from rewriters.tiling.checkpoint_selection import LoopSpec
 from rewriters.tiling.segment import Segment
 from rewriters.tiling.tile_planner import Grid, Halo, TileLoop
@@ -78,6 +79,9 @@ class LoopEstimates:
 
     Args:
         traced: The step.
+
+    Attributes:
+        latest: The latest plan of each loop between barriers.
     """
 
     def __init__(self, traced: TracedStep) -> None:
@@ -85,14 +89,18 @@ class LoopEstimates:
         self._programs: dict[Hashable, int] = {}
         self._estimates: dict[Hashable, LoopEstimate] = {}
         self._results: dict[Hashable, Results] = {}
+        self._numbers: dict[LoopSpec, int] = {}
+        self.latest: dict[Halo, LatestPlans] = {halo: {} for halo in Halo}
 
     def programs(self, segment: Segment) -> list[int]:
         """Return for each loop of a segment with barriers a number that equal loops share."""
         return [self._program(segment, loop) for loop in segment.loop_specs]
 
     def _program(self, segment: Segment, loop: LoopSpec) -> int:
-        key = loop_signature(self.traced.analysis, segment.kinds, loop)
-        return self._programs.setdefault(key, len(self._programs))
+        if loop not in self._numbers:
+            key = loop_signature(self.traced.analysis, segment.kinds, loop)
+            self._numbers[loop] = self._programs.setdefault(key, len(self._programs))
+        return self._numbers[loop]
 
     def of(self, key: Hashable, plan: Callable[[], TileLoop]) -> LoopEstimate:
         """Return the estimate of a program with its halo and grid, for which `plan` plans the loop."""
@@ -110,8 +118,10 @@ class LoopEstimates:
         return self._estimates[key]
 
     def shared(self, key: Hashable, loop: TileLoop) -> TileLoop:
-        """Return a loop, bound to the memory estimates of equal loops in the same grid."""
+        """Return a loop, bound to the estimates of equal loops in the same grid."""
         self.traced.loop_memory.bind(loop, self._results.setdefault(key, {}))
+        if key in self._estimates:
+            self.traced.costs.bind(loop, self._estimates[key].seconds)
         return loop
 
 
