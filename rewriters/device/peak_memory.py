@@ -157,10 +157,10 @@ class _Scheduler:
             return reusable, None
         silent = not properties.allocates(node) or (not self._reads.get(tensor) and node.op in LOOPS)
         foreign = node.op in _PYTHON_CALLS
-        elementwise = tensor.dtype == tf.variant  # Elements of a list are allocated one by one, and fill gaps.
         buffer = _Allocation(next(self._keys), 0 if silent else self._num_bytes(tensor), foreign)
         if buffer.num_bytes:
             self._alive[buffer.key] = buffer
+            elementwise = tensor.dtype == tf.variant  # Elements of a list are allocated one by one, and fill gaps.
             action = Action.MAP if foreign or elementwise else Action.ALLOCATE
             name = node.name if elementwise and node.op in LOOPS else tensor.name
             self.events.append(AllocationEvent(action, buffer.key, buffer.num_bytes, name))
@@ -489,7 +489,7 @@ def concurrent_scratch(scratch: Mapping[Node, int], originals: Iterable[Node]) -
     for number, (amount, node) in enumerate(zip(scratch.values(), order, strict=True)):
         if amount and len(node.inputs) > 1:
             groups.setdefault(node.inputs[-1], []).append(number)
-    op_bytes = list(scratch.values())
+    op_bytes, most = list(scratch.values()), properties.num_operations()
     blocks: list[tuple[int, ...]] = [(amount,) if amount else () for amount in op_bytes]
     for numbers in groups.values():
         free = {pair for pair in itertools.combinations(numbers, 2) if not waits(order, *pair)}
@@ -498,7 +498,7 @@ def concurrent_scratch(scratch: Mapping[Node, int], originals: Iterable[Node]) -
             for other in sorted(numbers, key=op_bytes.__getitem__, reverse=True):
                 if all((min(other, one), max(other, one)) in free for one in beside):
                     beside.append(other)
-            blocks[number] = tuple(op_bytes[one] for one in beside[: properties.num_operations()])
+            blocks[number] = tuple(op_bytes[one] for one in beside[:most])
     return dict(zip(scratch, blocks, strict=True))
 
 

@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import functools
 import graphlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -156,7 +156,7 @@ class Node:
 
     def out(self, index: int = 0) -> Tensor:
         """Return output `index` as a tensor."""
-        return Tensor(self, index)
+        return tuple.__new__(Tensor, (self, index))  # Without the constructor in Python of a named tuple.
 
 
 class Tensor(NamedTuple):
@@ -191,7 +191,7 @@ class Tensor(NamedTuple):
             operand = self.node.inputs[0]
             if operand.shape is not None and operand.shape.count(None) <= shape.count(None):
                 return operand.num_bytes(batch)
-        if dtype == tf.variant and self.node.loop is not None and self.index in self.node.loop.lists:
+        if self.node.loop is not None and dtype == tf.variant and self.index in self.node.loop.lists:
             return self.node.loop.lists[self.index].num_bytes(batch)
         return shape_bytes(dtype, shape, batch)
 
@@ -228,8 +228,7 @@ class Graph:
         """Return a copy with its own nodes, so that edits do not reach this graph."""
         new = {name: node.without_edges() for name, node in self.nodes.items()}
         for copied, node in zip(new.values(), self.nodes.values(), strict=True):
-            # The constructor of a named tuple would take a third of the time of a copy.
-            copied.inputs = [tuple.__new__(Tensor, (new[source.name], index)) for source, index in node.inputs]
+            copied.inputs = [new[source.name].out(index) for source, index in node.inputs]
             if node.control_inputs:
                 copied.control_inputs = [new[before.name] for before in node.control_inputs]
 
@@ -322,26 +321,15 @@ class Graph:
                 after[other].append(node)
             for other in node.control_inputs:
                 after[other].append(node)
-        ready = collections.deque(node for node, count in waiting.items() if not count)
-        concurrent = slow or {}
-        running = collections.deque[tuple[float, Node]]()  # (end time, node)
-        now = 0.0
-        order: list[Node] = []
-        while ready or running:
-            if running and (not ready or running[0][0] <= now):
-                ended, node = running.popleft()
-                now = max(now, ended)
-            else:
-                node = ready.popleft()
-                now += seconds(node) if seconds else 0.0
-            order.append(node)
-            for other in after[node]:
-                waiting[other] -= 1
-                if not waiting[other] and other in concurrent:
-                    begin = max(now, running[-1][0]) if running else now
-                    running.append((begin + concurrent[other], other))
-                elif not waiting[other]:
-                    ready.append(other)
+        order = [node for node, count in waiting.items() if not count]
+        if slow:
+            order = list(_concurrent_order(order, after, waiting, slow, seconds or (lambda node: 0.0)))
+        else:
+            for node in order:  # The list grows while it is walked.
+                for other in after[node]:
+                    waiting[other] -= 1
+                    if not waiting[other]:
+                        order.append(other)
         if len(order) < len(self.nodes):
             raise RewriteError(f"The graph has a cycle through {_cycle(self.nodes.values())}.")
         return order
@@ -385,6 +373,42 @@ class Graph:
             for key, value in node.attrs.items():
                 node_def.attr[key].CopyFrom(value)
         return graph_def
+
+
+def _concurrent_order(
+    sources: Iterable[Node],
+    after: Mapping[Node, Sequence[Node]],
+    waiting: dict[Node, int],
+    slow: Mapping[Node, float],
+    seconds: Callable[[Node], float],
+) -> Iterator[Node]:
+    """Yield nodes as they end, some of them while others run.
+
+    Args:
+        sources: Nodes that wait for no other.
+        after: Nodes that wait for each node.
+        waiting: Number of nodes that each node waits for. It is counted down.
+        slow: Seconds of nodes that run concurrently with others.
+        seconds: Duration of each other node.
+    """
+    ready = collections.deque(sources)
+    running = collections.deque[tuple[float, Node]]()  # (end time, node)
+    now = 0.0
+    while ready or running:
+        if running and (not ready or running[0][0] <= now):
+            ended, node = running.popleft()
+            now = max(now, ended)
+        else:
+            node = ready.popleft()
+            now += seconds(node)
+        yield node
+        for other in after[node]:
+            waiting[other] -= 1
+            if not waiting[other] and other in slow:
+                begin = max(now, running[-1][0]) if running else now
+                running.append((begin + slow[other], other))
+            elif not waiting[other]:
+                ready.append(other)
 
 
 def _cycle(nodes: Iterable[Node]) -> list[str]:

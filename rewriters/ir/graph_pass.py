@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -52,8 +51,6 @@ class PassResult:
     changed: bool
     notes: tuple[str, ...] = ()
 
-
-_is_stateful = functools.cache(tf_internals.is_stateful)
 
 Result_co = TypeVar("Result_co", bound=PassResult, covariant=True)
 
@@ -162,8 +159,8 @@ def _fingerprint(graph: Graph) -> Any:
             [tensor.name for tensor in (*graph.inputs, *graph.outputs)],
             [node.name for node in graph.keep],
         )
-    edges = sum(len(node.inputs) for node in graph.nodes.values())
-    controls = sum(len(node.control_inputs) for node in graph.nodes.values())
+    edges = sum([len(node.inputs) for node in graph.nodes.values()])
+    controls = sum([len(node.control_inputs) for node in graph.nodes.values()])
     return len(graph.nodes), edges, controls, graph.inputs[:], graph.outputs[:], len(graph.keep)
 
 
@@ -284,7 +281,8 @@ def check_effects(before: Graph, after: Graph, new_stateful_ops: frozenset[str] 
 
 
 def _effects(graph: Graph) -> dict[str, Node]:
-    return {name: node for name, node in graph.nodes.items() if node.op not in _READS and _is_stateful(node.op)}
+    types = {op for op in {node.op for node in graph.nodes.values()} - _READS if tf_internals.is_stateful(op)}
+    return {name: node for name, node in graph.nodes.items() if node.op in types}
 
 
 def _earlier_effects(graph: Graph, bits: Mapping[str, int]) -> dict[str, int]:

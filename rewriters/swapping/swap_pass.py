@@ -111,6 +111,12 @@ def prepare_for_swapping(
         scopes: Scopes of ops that belong to the backward phase, as for `GraphAnalysis`.
         forward: Names of ops that belong to the forward phase, as for `GraphAnalysis`.
     """
+    analysis = without_copies(graph, scopes, forward)
+    return in_swap_order(analysis, min_bytes, batch, scopes, forward)
+
+
+def without_copies(graph: Graph, scopes: tuple[str, ...] = (), forward: Container[str] = ()) -> GraphAnalysis:
+    """Return the analysis of a graph without broadcast copies and results of poolings that are cheap to recompute."""
     latest: GraphAnalysis | None = None
 
     def analyse(graph: Graph) -> GraphAnalysis:
@@ -119,7 +125,21 @@ def prepare_for_swapping(
             latest = GraphAnalysis(graph, scopes, forward)
         return latest
 
-    analysis = analyse(run_passes(graph, [ShrinkBroadcasts(analyse), RecomputePooling(analyse)]).graph)
+    return analyse(run_passes(graph, [ShrinkBroadcasts(analyse), RecomputePooling(analyse)]).graph)
+
+
+def in_swap_order(
+    analysis: GraphAnalysis, min_bytes: int, batch: int, scopes: tuple[str, ...] = (), forward: Container[str] = ()
+) -> GraphAnalysis:
+    """Return the analysis of a graph without early or concurrent large ops.
+
+    Args:
+        analysis: Analysis that `without_copies` returned.
+        min_bytes: As for `prepare_for_swapping`.
+        batch: As for `prepare_for_swapping`.
+        scopes: As for `without_copies`.
+        forward: As for `without_copies`.
+    """
     backward = {node.name for node in analysis.backward}
     exchanged = after_exchanges(analysis)
     fixed = {node.name for node in summation_order.flattenable_sums(analysis)} | exchanged
@@ -128,7 +148,8 @@ def prepare_for_swapping(
         SerializeLargeOps(backward=backward, fixed=fixed, min_bytes=min_bytes, batch=batch),
         SerializeScratchGroups(fixed=exchanged),
     ]
-    return analyse(run_pass(EdgePasses(scheduling), analysis.graph).graph)
+    graph = run_pass(EdgePasses(scheduling), analysis.graph).graph
+    return analysis if graph is analysis.graph else GraphAnalysis(graph, scopes, forward)
 
 
 def after_exchanges(analysis: GraphAnalysis) -> set[str]:

@@ -260,13 +260,15 @@ class CheckpointPlan:
     def _bytes_beside(self) -> tuple[list[int], int]:
         """Bytes alive while each loop runs, without its iterations; and the peak while none runs."""
         (plan,) = self.smallest.plans
-        prefixes = [f"{LOOP_SCOPE}{plan.segment.name}/{tile_loop.name}/" for tile_loop in plan.loops]
-        timeline = self.smallest.peak.timeline
-        peaks = [max(size for name, size in timeline if name.startswith(prefix)) for prefix in prefixes]
+        peaks, outside = dict[str, int](), 0
+        for name, size in self.smallest.peak.timeline:
+            scope, segment, loop, *_ = *name.split("/"), "", ""
+            if f"{scope}/" == LOOP_SCOPE and segment == plan.segment.name:
+                peaks[loop] = max(size, peaks.get(loop, 0))
+            else:
+                outside = max(size, outside)
         memory, batch = self._traced.loop_memory, self._traced.batch
-        iterations = [memory.peak_bytes(tile_loop, batch) for tile_loop in plan.loops]
-        outside = max((size for name, size in timeline if not name.startswith(tuple(prefixes))), default=0)
-        return [peak - iteration for peak, iteration in zip(peaks, iterations, strict=True)], outside
+        return [peaks[tile_loop.name] - memory.peak_bytes(tile_loop, batch) for tile_loop in plan.loops], outside
 
     def fastest_within(self, halo: Halo, limit: int) -> Candidate | None:
         """Return the plan for the highest target with which the step stays within `limit` bytes.
@@ -338,8 +340,7 @@ class BarrierSearch:
         """Largest limit for which no plan was found. The search may miss one that only `smallest` finds."""
         inputs = sum(t.num_bytes(traced.batch) for t in traced.analysis.graph.inputs)
         self._held_bytes = traced.fixed_bytes + inputs
-        # A first guess, as if ops ran untiled.
-        self._bytes_beside = traced.plain.peak.peak_bytes - barriers.families[0][0].num_bytes(traced.batch)
+        self._bytes_beside = self._held_bytes  # A first guess, which is too low.
 
     @functools.cached_property
     def _seconds_outside(self) -> float:
@@ -376,29 +377,41 @@ class BarrierSearch:
     def _first_fitting(self, family: Sequence[CheckpointSet], limit: int) -> int:
         """Return the position of the first set that fits with small iterations; those after it save less.
 
-        Modelling one set takes long. The bytes beside the checkpoints of one set predict those of the next within a
-        few per cent, so the search tries that prediction; after a failure it tries the last set, and the middle once.
+        Modelling one set takes long. Lower bounds, which are within a few per cent, show where to begin.
         """
-        low, high, guided = self._first_within(family, limit, self._held_bytes) - 1, len(family), True
+        first = self._first(family, limit, self._first_within(family, limit, self._held_bytes) - 1, _is_possible)
+        if first == len(family) or self._fits(family[first], limit, CheckpointPlan.fits):
+            return first
+        return self._first(family, limit, first, CheckpointPlan.fits)
+
+    def _first(
+        self, family: Sequence[CheckpointSet], limit: int, low: int, fits: Callable[[CheckpointPlan, int], bool]
+    ) -> int:
+        """Return the position of the first set after `low` that fits.
+
+        The bytes beside the checkpoints of one set predict those of the next within a few per cent, so the search tries
+        that prediction; after a failure it tries the last set, and the middle once.
+        """
+        high, guided = len(family), True
         while high - low > 1:
             middle = (low + high) // 2
             if guided:
                 middle = min(max(self._first_within(family, limit, self._bytes_beside), low + 1), high - 1)
-            fits = self._fits(family[middle], limit)
-            if not fits and high == len(family) > middle + 1:
-                if not self._fits(family[-1], limit):
+            middle_fits = self._fits(family[middle], limit, fits)
+            if not middle_fits and high == len(family) > middle + 1:
+                if not self._fits(family[-1], limit, fits):
                     return high
                 high = len(family) - 1
-            guided = fits or not guided
-            low, high = (low, middle) if fits else (middle, high)
+            guided = middle_fits or not guided
+            low, high = (low, middle) if middle_fits else (middle, high)
         return high
 
-    def _fits(self, checkpoints: CheckpointSet, limit: int) -> bool:
+    def _fits(self, checkpoints: CheckpointSet, limit: int, fits: Callable[[CheckpointPlan, int], bool]) -> bool:
         """Return whether a set fits with small iterations, and note the bytes beside its checkpoints."""
         plan = self._plan(checkpoints)
-        fits = plan.fits(limit)
+        result = fits(plan, limit)
         self._bytes_beside = plan.least_bytes - checkpoints.num_bytes(self._traced.batch)
-        return fits
+        return result
 
     def fastest_within(self, limit: int) -> Candidate | None:
         """Return the fastest plan found whose step stays within `limit` bytes."""
@@ -441,6 +454,11 @@ class BarrierSearch:
     def proposed(self, target: int) -> Candidate | None:
         """Return the plan for a target, whether its step meets it or not."""
         return self.fastest_within(target) or self.smallest
+
+
+def _is_possible(plan: CheckpointPlan, limit: int) -> bool:
+    """Return whether the lower bound of the step's peak stays within `limit` bytes."""
+    return plan.least_bytes <= limit
 
 
 def _with_halos(plan: CheckpointPlan, limit: int) -> Iterator[Candidate]:

@@ -20,7 +20,7 @@ from rewriters.ir.graph import Graph, Node, Tensor
 from rewriters.pipelining.stage_passes import StagedStep, with_swaps
 from rewriters.swapping.recompute_pooling import forward_pool_of, recomputed_pool_name
 from rewriters.swapping.spill_store import SpillStore, is_in_memory
-from rewriters.swapping.swap_pass import Swap, SwapPlan, insert_swaps, plan_swaps, prepare_for_swapping
+from rewriters.swapping.swap_pass import Swap, SwapPlan, in_swap_order, insert_swaps, plan_swaps, without_copies
 from rewriters.swapping.tiers import DiskTier, HostTier
 from tflms_sft._machine.memory_info import free_memory
 from tflms_sft._params.device_names import machine_of, remote_devices
@@ -133,8 +133,10 @@ def prepared(traced: TracedStep, graph: Graph, params: SwapParams) -> GraphAnaly
     scopes = (*params.optimizer_scopes, *(name.rpartition("/")[0] for name in loops))  # The initial buffers, too.
     cache = traced.prepared if graph is traced.analysis.graph else {}
     key = params.min_bytes, scopes
+    if scopes not in cache:
+        cache[scopes] = without_copies(graph, scopes, traced.forward)
     if key not in cache:
-        cache[key] = prepare_for_swapping(graph, params.min_bytes, traced.batch, scopes, traced.forward)
+        cache[key] = in_swap_order(cache[scopes], params.min_bytes, traced.batch, scopes, traced.forward)
     return cache[key]
 
 
