@@ -191,11 +191,14 @@ def full_call(node: Node, batch: int) -> KernelShape:
     return KernelShape(batch if small[0] is None else small[0], *pixels)
 
 
+def may_take_scratch(node: Node) -> bool:
+    """Return whether an op may have scratch bytes; a search asks this of millions of ops, most of which have none."""
+    return node.op in _COUNTED or PER_PIXEL in node.attrs
+
+
 def op_scratch(node: Node, batch: int) -> int:
     """Return the scratch bytes of a full-size op."""
-    if node.op not in _COUNTED and PER_PIXEL not in node.attrs:  # Fast path: a search calls this millions of times.
-        return 0
-    return scratch_bytes(node, full_call(node, batch))
+    return scratch_bytes(node, full_call(node, batch)) if may_take_scratch(node) else 0
 
 
 def slid_over(node: Node) -> int | None:

@@ -269,14 +269,15 @@ class IterationTrace(NamedTuple):
 
 def peak_bytes_of(events: Sequence[AllocationEvent], pool: Allocator) -> int:
     """Replay events and return the peak bytes while an op runs."""
-    allocate, give, maps = Action.ALLOCATE, Action.FREE, Action.MAP  # Enum lookups are slow.
+    allocate, give, maps = Action.ALLOCATE, Action.FREE, Action.MAP  # Lookups of enums and methods are slow.
+    new_block, free_block = pool.allocate, pool.free
     held: dict[int, Any] = {}
     most = pool.in_use
     for action, key, num_bytes, _, blocks in events:
         if action is allocate:
-            held[key] = pool.allocate(num_bytes)
+            held[key] = new_block(num_bytes)
         elif action is give:
-            pool.free(held.pop(key))
+            free_block(held.pop(key))
         elif action is maps:
             held[key] = pool.map(num_bytes)
         elif blocks:

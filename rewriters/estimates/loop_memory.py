@@ -17,7 +17,7 @@ import numpy as np
 
 from rewriters.device import properties
 from rewriters.device.allocator import ExactAllocator
-from rewriters.device.kernel_scratch import KernelShape, scratch_bytes, slid_over
+from rewriters.device.kernel_scratch import KernelShape, may_take_scratch, scratch_bytes, slid_over
 from rewriters.device.peak_memory import (
     AllocationEvent,
     IterationTrace,
@@ -139,7 +139,7 @@ class IterationModel:
     def events(self, tile: Tile, batch: int) -> list[AllocationEvent]:
         """Return the allocations and frees of the iteration of one tile, in order."""
         scratch = {
-            node: scratch_bytes(original, self._kernel_shape(original, tile, batch))
+            node: scratch_bytes(original, self._kernel_shape(original, tile, batch)) if may_take_scratch(original) else 0
             for node, original in zip(self.order, self.originals, strict=True)
         }
 

@@ -159,6 +159,8 @@ def after_exchanges(analysis: GraphAnalysis) -> set[str]:
     op precedes, neither would ever run.
     """
     after: set[Node] = set()
+    if not any(is_collective(node.op) for node in analysis.order):
+        return set()
     for node in analysis.order:
         if is_collective(node.op) or any(before in after for before in predecessors(node)):
             after.add(node)
