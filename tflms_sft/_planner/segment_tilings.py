@@ -60,17 +60,25 @@ class LoopEstimate:
     Attributes:
         num_bytes: Peak of an iteration.
         saved_bytes: Rows that are saved for another loop.
-        seconds: Time of all iterations.
-        least_seconds: Lower bound of the time in as many tiles or more.
+        times: Returns `seconds` and `least_seconds`. A search needs those of few grids.
     """
 
     num_bytes: int
     saved_bytes: int
-    seconds: float
-    least_seconds: float
+    times: Callable[[], tuple[float, float]]
+
+    @property
+    def seconds(self) -> float:
+        """Time of all iterations."""
+        return self.times()[0]
+
+    @property
+    def least_seconds(self) -> float:
+        """Lower bound of the time in as many tiles or more."""
+        return self.times()[1]
 
 
-UNTILEABLE = LoopEstimate(num_bytes=2**62, saved_bytes=0, seconds=math.inf, least_seconds=0.0)
+UNTILEABLE = LoopEstimate(num_bytes=2**62, saved_bytes=0, times=lambda: (math.inf, 0.0))
 """Estimate of a loop that cannot run in its grid."""
 
 
@@ -90,6 +98,7 @@ class LoopEstimates:
         self._estimates: dict[Hashable, LoopEstimate] = {}
         self._results: dict[Hashable, Results] = {}
         self._numbers: dict[LoopSpec, int] = {}
+        self._last: tuple[Hashable, TileLoop | None] = None, None
         self.latest: dict[Halo, LatestPlans] = {halo: {} for halo in Halo}
 
     def programs(self, segment: Segment) -> list[int]:
@@ -111,10 +120,15 @@ class LoopEstimates:
                 return self._estimates.setdefault(key, UNTILEABLE)
             batch, costs = self.traced.batch, self.traced.costs
             saved_bytes = sum(save.saved.num_bytes(batch) for save in loop.saves)
-            seconds, least_seconds = costs.tile_loop(loop), costs.lower_bound.tile_loop(loop)
-            self._estimates[key] = LoopEstimate(
-                self.traced.loop_memory.peak_bytes(loop, batch), saved_bytes, seconds, least_seconds
-            )
+            self._last = key, loop
+
+            @functools.cache
+            def times() -> tuple[float, float]:
+                loop = self._last[1] if self._last[0] == key else plan()  # Planned loops are large, and not cached.
+                return costs.tile_loop(loop), costs.lower_bound.tile_loop(loop)
+
+            peak_bytes = self.traced.loop_memory.peak_bytes(loop, batch)
+            self._estimates[key] = LoopEstimate(peak_bytes, saved_bytes, times)
         return self._estimates[key]
 
     def shared(self, key: Hashable, loop: TileLoop) -> TileLoop:
