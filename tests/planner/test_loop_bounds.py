@@ -1,0 +1,78 @@
+"""Test lower bounds of peaks against the memory model, and loops that sets of checkpoints share."""
+
+import pytest
+from equivalence import keras_step
+from nets import bottlenecks, chain, u_net
+
+from rewriters.device import properties
+from rewriters.device.allocator import BestFitAllocator, ExactAllocator
+from rewriters.emission.tile_pass import plan_segment
+from rewriters.tiling.tile_planner import Grid, Halo
+from tflms_sft._params.swap_params import SwapParams
+from tflms_sft._planner.barrier_search import Barriers, BarrierSearch, CheckpointPlan, TiledLoops
+from tflms_sft._planner.loop_bounds import least_peak
+from tflms_sft._planner.segment_tilings import LoopEstimates
+from tflms_sft._planner.swap_search import SwapSearch
+from tflms_sft._planner.traced_step import analyse_step, predict
+
+ALLOCATORS = {"exact": ExactAllocator, "best fit": lambda: BestFitAllocator(growing=True)}
+
+
+def traced(net):
+    return analyse_step(keras_step(net, (24, 20), 2, steps=1).concrete_fn)
+
+
+def sets_of(barriers):
+    return [checkpoints for family in barriers.families for checkpoints in family]
+
+
+@pytest.mark.parametrize("allocator", ALLOCATORS)
+@pytest.mark.parametrize("net", [chain, u_net, pytest.param(bottlenecks, marks=pytest.mark.slow)])
+def test_no_peak_is_below_its_lower_bound(net, allocator, monkeypatch):
+    monkeypatch.setattr(properties, "pools", lambda scale: iter([ALLOCATORS[allocator]()]))
+    step = traced(net)
+    barriers = Barriers(step)
+    for checkpoints in sets_of(barriers):
+        segment = barriers.segment("segment1", checkpoints)
+        for halo, tiles in ((h, n) for h in Halo for n in (1, 3)):
+            plans = [plan_segment(step.analysis, segment, Grid(1, (tiles, 1)), Grid(2, (2 * tiles, 1)), halo)]
+            bound, peak = least_peak(step, plans), predict(step, plans)[0].peak_bytes
+            assert 0.6 * peak <= bound <= peak
+    swaps = SwapSearch(step, plans, SwapParams(tier="disk", min_bytes=0))
+    bound = least_peak(step, plans, swapped=True)
+    for count in (0, len(swaps.swaps(1)) // 2, len(swaps.swaps(1))):
+        assert bound <= swaps.peak(count, 1).peak_bytes
+    assert bound <= least_peak(step, plans)
+
+
+def test_sets_whose_bounds_are_above_the_limit_are_not_modelled(monkeypatch):
+    step = traced(chain)
+    plan = CheckpointPlan(LoopEstimates(step), Barriers(step).segment("segment1", Barriers(step).smallest))
+    monkeypatch.setattr(CheckpointPlan, "_candidate", lambda *args: pytest.fail("modelled"))
+    assert not plan.fits(plan.least_bytes - 1)
+
+
+def test_swaps_are_possible_down_to_the_largest_loop():
+    step = traced(chain)
+    search = BarrierSearch(step, Barriers(step))
+    assert search.may_fit_with_swaps(least_peak(step, search.smallest.plans, swapped=True))
+    assert not search.may_fit_with_swaps(step.fixed_bytes)
+
+
+@pytest.mark.parametrize("halo", Halo)
+def test_sets_of_checkpoints_share_equal_loops_under_their_own_names(halo):
+    step = traced(chain)
+    barriers, estimates = Barriers(step), LoopEstimates(step)
+    first, *_, last = sets_of(barriers)
+    segments = [barriers.segment("segment1", checkpoints) for checkpoints in (first, last, first)]
+    assert segments[0].loop_specs[0] is segments[2].loop_specs[0]
+    assert len(segments[0].loop_specs) != len(segments[1].loop_specs), "so that names differ"
+    for segment in segments:
+        loops = TiledLoops(estimates, segment, halo=halo)
+        grids = [grids[-1] for grids in loops.grids]
+        remaining = iter(grids)
+        alone = type(loops._planner)(step.analysis, segment).tile_loops(lambda loop, grids=remaining: next(grids))
+        shared = loops.planned(grids).loops
+        assert [loop.name for loop in shared] == [loop.name for loop in alone]
+        assert [loop.grid for loop in shared] == [loop.grid for loop in alone]
+        assert [loop.reads for loop in shared] == [loop.reads for loop in alone]
