@@ -138,10 +138,10 @@ class IterationModel:
 
     def events(self, tile: Tile, batch: int) -> list[AllocationEvent]:
         """Return the allocations and frees of the iteration of one tile, in order."""
-        scratch = {
-            node: scratch_bytes(original, self._kernel_shape(original, tile, batch)) if may_take_scratch(original) else 0
-            for node, original in zip(self.order, self.originals, strict=True)
-        }
+        scratch = dict.fromkeys(self.order, 0)
+        for node, original in zip(self.order, self.originals, strict=True):
+            if may_take_scratch(original):
+                scratch[node] = scratch_bytes(original, self._kernel_shape(original, tile, batch))
 
         def alias(node: Node) -> bool:
             unchanged = self._unchanged.get(node)

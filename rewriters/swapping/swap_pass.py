@@ -116,7 +116,7 @@ def prepare_for_swapping(
 
 
 def without_copies(graph: Graph, scopes: tuple[str, ...] = (), forward: Container[str] = ()) -> GraphAnalysis:
-    """Return the analysis of a graph without broadcast copies and results of poolings that are cheap to recompute."""
+    """Return the analysis of a graph without broadcast copies, in which gradients of max-poolings recompute these."""
     latest: GraphAnalysis | None = None
 
     def analyse(graph: Graph) -> GraphAnalysis:

@@ -245,6 +245,7 @@ class CheckpointPlan:
         """Plan with small iterations."""
         if self._smallest is None:
             self._smallest = self._candidate(self._small_plan)
+            self.least_bytes = self._smallest.peak.peak_bytes
         return self._smallest
 
     @functools.cached_property
@@ -426,7 +427,7 @@ class BarrierSearch:
         candidates: list[Candidate] = []
         fastest = math.inf
         for family in self._barriers.families:
-            if self._least_seconds_of(family, limit) >= fastest:
+            if fastest < math.inf and self._least_seconds_of(family, limit) >= fastest:
                 continue
             for plan in map(self._plan, family[self._first_fitting(family, limit) :]):
                 if self._least_seconds(plan) >= fastest:

@@ -195,7 +195,7 @@ def _fitting(traced: TracedStep, search: TileSearch, params: AutoParams, least: 
     swap = swaps_within(params)
     alone = None if params.swap is False else _swaps_alone(traced, swap, limit)
     swapped = math.inf if alone is None else alone.seconds
-    tiled = max(search.least_seconds(limit), traced.seconds)
+    tiled = traced.seconds if alone is None else max(search.least_seconds(limit), traced.seconds)
     tiles = search.fastest_within(limit) if tiled < swapped else None
     if tiles is not None:
         tiled = max(tiles.time_ratio, 1.0) * traced.seconds

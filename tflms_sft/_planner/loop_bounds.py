@@ -6,8 +6,6 @@ tensors that an earlier loop has written and a later one reads, unless they are 
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Sequence
 
 from rewriters.emission.loop_emitter import loop_output_tensors
@@ -24,11 +22,12 @@ def least_peak(traced: TracedStep, plans: Sequence[SegmentPlan], *, swapped: boo
         plans: Its segments.
         swapped: Whether any tensor may be swapped while no loop uses it.
     """
-    peak_bytes = functools.partial(traced.loop_memory.peak_bytes, batch=traced.batch)
-    return max(
-        max(map(operator.add, map(peak_bytes, plan.loops), bytes_beside_iterations(traced, plan, swapped=swapped)))
+    iterations = (
+        num_bytes + traced.loop_memory.peak_bytes(tile_loop, traced.batch)
         for plan in plans
+        for tile_loop, num_bytes in zip(plan.loops, bytes_beside_iterations(traced, plan, swapped=swapped), strict=True)
     )
+    return max(iterations, default=0)
 
 
 def bytes_beside_iterations(traced: TracedStep, plan: SegmentPlan, *, swapped: bool = False) -> list[int]:

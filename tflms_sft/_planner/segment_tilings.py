@@ -98,7 +98,7 @@ class LoopEstimates:
         self._estimates: dict[Hashable, LoopEstimate] = {}
         self._results: dict[Hashable, Results] = {}
         self._numbers: dict[LoopSpec, int] = {}
-        self._last: tuple[Hashable, TileLoop | None] = None, None
+        self._last: tuple[Hashable, TileLoop] | None = None
         self.latest: dict[Halo, LatestPlans] = {halo: {} for halo in Halo}
 
     def programs(self, segment: Segment) -> list[int]:
@@ -124,7 +124,8 @@ class LoopEstimates:
 
             @functools.cache
             def times() -> tuple[float, float]:
-                loop = self._last[1] if self._last[0] == key else plan()  # Planned loops are large, and not cached.
+                # Planned loops are large, and only the last one is cached.
+                loop = self._last[1] if self._last is not None and self._last[0] == key else plan()
                 return costs.tile_loop(loop), costs.lower_bound.tile_loop(loop)
 
             peak_bytes = self.traced.loop_memory.peak_bytes(loop, batch)

@@ -194,7 +194,7 @@ def predict(
     away: Container[Node] = (),
     slow: Mapping[Node, float] | None = None,
 ) -> tuple[Peak, float]:
-    """Return the peak of the step with tile loops, and its time over that of the original step; see `predicted_peak`."""
+    """Return the peak of the step with tile loops, as `predicted_peak` does, and its time over the original step's."""
     peak = predicted_peak(traced, plans, limit=limit, graph=graph, away=away, slow=slow)
     return peak, seconds_of(traced, plans) / traced.seconds
 
