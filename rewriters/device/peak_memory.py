@@ -131,8 +131,9 @@ class _Scheduler:
             self.events.append(AllocationEvent(Action.RUN, -1, sum(scratch), node.name, scratch))
         needed = _needed(node)
         for tensor in needed:
-            if tensor in self._buffers:
-                self._buffers[tensor].uses -= 1
+            held = self._buffers.get(tensor)
+            if held is not None:
+                held.uses -= 1
         for tensor in (*needed, *outputs):
             held = self._buffers.get(tensor)
             if held is not None and held.uses <= 0 and held.key in self._alive:
@@ -335,15 +336,16 @@ def replay(
         above: Bytes; the largest tensors are not listed for a peak up to it.
     """
     allocate, give, maps, inner = Action.ALLOCATE, Action.FREE, Action.MAP, iterations or {}
+    new_block, free_block = pool.allocate, pool.free
     held: dict[int, Any] = {}
     timeline: list[tuple[str, int]] = []
     peak, worst, at, own_bytes = pool.in_use, 0, "", 0
     for number, (action, key, num_bytes, name, blocks) in enumerate(events):
         if action is allocate:
-            held[key] = pool.allocate(num_bytes)
+            held[key] = new_block(num_bytes)
             continue
         if action is give:
-            pool.free(held.pop(key))
+            free_block(held.pop(key))
             continue
         if action is maps:
             held[key] = pool.map(num_bytes)

@@ -166,7 +166,7 @@ class TiledLoops:
         return self._estimates.of(self._key(number, grid), lambda: self._planner.tile_loop(loop, grid))
 
     def _key(self, number: int, grid: Grid) -> Hashable:
-        return (self._programs[number], self.halo, grid)
+        return (self._programs[number], self.halo is Halo.CARRY, grid)  # Hashes of enums are slow.
 
     def fitting_grids(self, limit: Callable[[int], float]) -> list[Grid]:
         """Return for each loop the fewest tiles of which an iteration takes at most `limit(number)` bytes.
