@@ -79,7 +79,7 @@ _level = operator.attrgetter("level")
 
 def _contents(spec: LoopSpec) -> tuple[Any, ...]:
     """Return a key that loops of one selection share if they are equal."""
-    return (spec.level, *map(tuple, (spec.writes, spec.sums, spec.body, spec.reads, spec.replaces)))
+    return spec.level, *spec.writes, None, *spec.sums, None, *spec.body, None, *spec.reads, None, *spec.replaces
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,10 +10,9 @@ from rewriters.emission.tile_pass import plan_segment
 from rewriters.tiling.tile_planner import Grid, Halo
 from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._planner.barrier_search import Barriers, BarrierSearch, CheckpointPlan, TiledLoops
-from tflms_sft._planner.loop_bounds import least_peak
 from tflms_sft._planner.segment_tilings import LoopEstimates
 from tflms_sft._planner.swap_search import SwapSearch
-from tflms_sft._planner.traced_step import analyse_step, predict
+from tflms_sft._planner.traced_step import analyse_step, least_peak, predict
 
 ALLOCATORS = {"exact": ExactAllocator, "best fit": lambda: BestFitAllocator(growing=True)}
 

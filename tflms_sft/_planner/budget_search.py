@@ -26,10 +26,9 @@ from rewriters.tiling.ft_segments import SkippedOps
 from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._planner.barrier_search import Barriers, BarrierSearch
-from tflms_sft._planner.loop_bounds import least_peak
 from tflms_sft._planner.swap_search import SwapSearch
 from tflms_sft._planner.tile_search import InferenceSearch, TrainingSearch
-from tflms_sft._planner.traced_step import Candidate, TracedStep, at_peak, unsupported_layers
+from tflms_sft._planner.traced_step import Candidate, TracedStep, at_peak, least_peak, unsupported_layers
 from tflms_sft._report.summary import transient_memory
 from tflms_sft._util.byte_sizes import format_bytes
 from tflms_sft._util.text import shortened
