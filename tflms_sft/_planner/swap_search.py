@@ -111,7 +111,7 @@ class SwapSearch:
         best: tuple[int, Peak] | None = None
         counts = {max(total * quarters // 4, 1) for quarters in (4, 3, 2, 1)} if total else set()
         for count in sorted(counts, reverse=True):
-            peak = self.peak(count, lb)
+            peak = self.peak(count, lb, None if best is None else best[1].peak_bytes)
             if best is None or peak.peak_bytes < best[1].peak_bytes:
                 best = count, peak
             elif one_at_a_time and peak.peak_bytes > MAX_FEWER_RATIO * best[1].peak_bytes:
