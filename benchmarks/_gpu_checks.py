@@ -21,9 +21,9 @@ MAX_DIFFERENCE_OF_KERNELS = 1e-3
 """Between float32 kernels for images and for tiles of the same convolution, such as Winograd's and a matrix product."""
 LEARNING_RATE, GRADIENT_FLOOR = 1e-3, 1e-6
 """Smaller numbers are compared absolutely: the true gradient of a bias before a normalisation is zero."""
-NEAR_PEAK = 0.15
-SHAKEN_BY = {"float64": 1e-15, "float32": 1e-7}
-BUDGETS = (0.5, 0.75)
+MAX_PEAK_ERROR_FRACTION = 0.15
+INPUT_PERTURBATION = {"float64": 1e-15, "float32": 1e-7}
+BUDGET_FRACTIONS = (0.5, 0.75)
 MIN_HIDDEN_FRACTION = 0.5
 
 Figures = dict[str, Any]
@@ -60,7 +60,7 @@ def equality(
 ) -> Figures:
     """Compare original and rewritten steps: losses, weights, statistics and momenta after some steps.
 
-    One rewriting has 2 tiles along each axis, the other swaps. Differences are held against those of a shaken input.
+    One rewriting has 2 tiles along each axis, the other swaps. Differences are held against those of a perturbed input.
     """
     del emit
     import keras
@@ -83,19 +83,19 @@ def equality(
     results = _Results(step, steps)
     plain = results.of(step, images, labels)
     noise = tf.random.stateless_uniform(images.shape, (0, 1), -1, 1, images.dtype)
-    shaken = results.differences(plain, results.of(step, images * (1 + SHAKEN_BY[floatx] * noise), labels))
+    perturbed = results.differences(plain, results.of(step, images * (1 + INPUT_PERTURBATION[floatx] * noise), labels))
     least = MAX_FLOAT64_DIFFERENCE if floatx == "float64" else MAX_DIFFERENCE_OF_KERNELS
-    found: Figures = {"shaken": max(shaken), "passed": True}
+    figures: Figures = {"perturbed": max(perturbed), "passed": True}
     for name, params in rewritings.items():
         try:
             fast = tflms_sft.rewrite(step, params, images, labels)
         except tflms_sft.RewriteError as error:
-            found[name], found["passed"] = _child.first_line(str(error)), False
+            figures[name], figures["passed"] = _child.first_line(str(error)), False
             continue
         differences = results.differences(plain, results.of(fast, images, labels))
-        found[name] = max(differences)
-        found["passed"] &= max(differences) <= max(least, 3 * max(shaken))
-    return found
+        figures[name] = max(differences)
+        figures["passed"] &= max(differences) <= max(least, 3 * max(perturbed))
+    return figures
 
 
 def peaks(
@@ -125,7 +125,7 @@ def peaks(
     step = _step(task, image_size, batch, "float32")
     data = tuple(tf.constant(part) for part in task.noise(image_size, batch))
     began = time.perf_counter()
-    fast, part = _within(step, *data)
+    fast, fraction = _within(step, *data)
     planned = time.perf_counter() - began
     plan = fast.plan
     plain, rewritten = (tflms_sft.measure(run, *data).peak_bytes for run in (step, fast))
@@ -135,14 +135,17 @@ def peaks(
     transposes = [_transposes(run, data) for run in (step, fast)] if layout else []
     return {
         "transposes": transposes,
-        "budget_part": part,
+        "budget_fraction": fraction,
         "predicted_bytes": predicted,
         "measured_bytes": (plain, rewritten),
         "seconds": times,
         "predicted_ratio": plan.predicted.time_ratio,
         "planned_seconds": planned,
         "headline": plan.headline(),
-        "passed": all(abs(got / want - 1) <= NEAR_PEAK for got, want in zip((plain, rewritten), predicted, strict=True))
+        "passed": all(
+            abs(got / want - 1) <= MAX_PEAK_ERROR_FRACTION
+            for got, want in zip((plain, rewritten), predicted, strict=True)
+        )
         and rewritten < plain,
     }
 
@@ -227,16 +230,17 @@ def overlap(*, net: str, image_size: int, batch: int, device: str, emit: _child.
     fast = tflms_sft.rewrite(step, params, *data)
     seconds = [(_seconds(step, data), _seconds(fast, data)) for _ in range(4)][1:]
     stats = tf_internals.step_stats(fast.concrete_function, list(data))
-    copies, kernels = [], []
-    for found in stats.dev_stats:
-        if device == "gpu" and not ("stream" in found.device or "memcpy" in found.device):
+    copies, kernels = set(), set()  # A GPU's copies and kernels are listed for every stream that has them.
+    for device_stats in stats.dev_stats:
+        if device == "gpu" and "stream" not in device_stats.device:
             continue
-        for node in found.node_stats:
-            text = f"{found.device} {node.node_name} {node.timeline_label}".lower()
-            is_copy = "memcpy" in text if device == "gpu" else "swap" in text
-            (copies if is_copy else kernels).append(
-                (node.all_start_micros, node.all_start_micros + node.op_end_rel_micros)
-            )
+        for node in device_stats.node_stats:
+            text = f"{device_stats.device} {node.node_name} {node.timeline_label}".lower()
+            period = node.all_start_micros, node.all_start_micros + node.op_end_rel_micros
+            if ("htod" in text or "dtoh" in text) if device == "gpu" else "swap" in text:
+                copies.add(period)
+            elif "memcpy" not in text:
+                kernels.add(period)
     hidden = hidden_fraction(copies, kernels)
     return {
         "swaps": len(fast.plan.swaps),
@@ -299,7 +303,7 @@ def out_of_memory(*, device: str, emit: _child.Emit) -> Figures:
 
 
 def largest_batch(*, net: str, image_size: int, memory: int, steps: int, device: str, emit: _child.Emit) -> Figures:
-    """Find the largest batch that a plan promises to fit, up to 64 times the original step's, and train with it."""
+    """Find the largest of 2, 4, ..., 64 times the original step's batch that the planner accepts, and train with it."""
     import tensorflow as tf
 
     import tflms_sft
@@ -364,13 +368,13 @@ class _Results:
 
 
 def _within(step: Any, *data: Any) -> tuple[Any, float]:
-    """Return the step within the smallest of `BUDGETS` that can be met, and that part of the original peak."""
+    """Return the step within the smallest of `BUDGET_FRACTIONS` that can be met, and that fraction."""
     import tflms_sft
 
     needed = tflms_sft.rewrite(step, tflms_sft.AutoParams("1TiB"), *data).plan.original.peak_bytes
-    for part in BUDGETS:
+    for fraction in BUDGET_FRACTIONS:
         try:
-            return tflms_sft.rewrite(step, tflms_sft.AutoParams(int(part * needed)), *data), part
+            return tflms_sft.rewrite(step, tflms_sft.AutoParams(int(fraction * needed)), *data), fraction
         except tflms_sft.BudgetError as error:
             refused = error
     raise refused

@@ -23,7 +23,7 @@ from rewriters.device import properties
 from rewriters.device.allocator import Allocator
 from rewriters.device.kernel_scratch import op_scratch
 from rewriters.ir.graph import LOOPS, Graph, Node, Tensor, predecessors
-from rewriters.ir.loop_bodies import folded_tensors
+from rewriters.ir.loop_bodies import folded_tensors, is_folded
 from rewriters.ir.op_traits import Trait, ops_with
 
 __all__: list[str] = []
@@ -333,7 +333,7 @@ def replay(
         events: Events in order.
         pool: Memory of the device.
         iterations: Traces of the iterations that run one after another in a loop, by its name.
-        above: Bytes; the largest tensors are not listed for a peak up to it.
+        above: Peak bytes up to which `Peak.largest` stays empty, which saves time.
     """
     allocate, give, maps, inner = Action.ALLOCATE, Action.FREE, Action.MAP, iterations or {}
     new_block, free_block = pool.allocate, pool.free
@@ -403,7 +403,7 @@ class AllocationTrace:
         events: In order.
         late: Events with delayed frees, for two concurrent ops (`with_delayed_frees`).
         held: Bytes of each tensor that lives throughout: variables and arguments.
-        folded_bytes: Bytes of constants in bodies of loops, which TensorFlow computes once and holds.
+        folded_bytes: Bytes of tensors that constant folding fills once and never frees.
     """
 
     events: list[AllocationEvent]
@@ -435,7 +435,7 @@ def graph_schedule(
     """
 
     def num_bytes(tensor: Tensor) -> int:
-        return 0 if tensor.node in away else tensor.num_bytes(batch)
+        return 0 if tensor.node in away or is_folded(tensor) else tensor.num_bytes(batch)
 
     def alias(node: Node) -> bool:
         return (

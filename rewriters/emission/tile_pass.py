@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Container, Hashable, Mapping
+from collections.abc import Hashable, Mapping, Set
 
 import tensorflow as tf
 
@@ -307,16 +307,14 @@ class _LoopSplicer:
         so that the old one is released earlier.
         """
         newest: dict[Tensor, Tensor] = {}
-        inside = {*plan.segment.forward, *plan.segment.backward}
-        return [self._splice(plan.segment, tile_loop, newest, inside) for tile_loop in plan.loops]
+        all_ops = {*plan.segment.forward, *plan.segment.backward} if plan.segment.loop_specs else frozenset()
+        return [self._splice(plan.segment, tile_loop, newest, all_ops) for tile_loop in plan.loops]
 
-    def _splice(
-        self, segment: Segment, tile_loop: TileLoop, newest: dict[Tensor, Tensor], inside: Container[Node]
-    ) -> Node:
-        """Insert a loop in its name scope; return its node. `inside` are all ops of the segment."""
+    def _splice(self, segment: Segment, tile_loop: TileLoop, newest: dict[Tensor, Tensor], all_ops: Set[Node]) -> Node:
+        """Insert a loop in its name scope; return its node. `all_ops` are those of a segment with barriers."""
         prefix = self.graph.unique_name(f"{LOOP_SCOPE}{segment.name}/{tile_loop.name}")
         start = self.graph.add(Node(f"{prefix}/start", "NoOp"))
-        start.control_inputs = self._waits(segment, tile_loop, inside)
+        start.control_inputs = self._waits(segment, tile_loop, all_ops)
         inputs = [newest[t] if t in newest else self._tensor(t) for t in loop_input_tensors(tile_loop, segment)]
         if self.bodies:
             loop, results = self._traced(segment, tile_loop, prefix, start, inputs)
@@ -382,13 +380,12 @@ class _LoopSplicer:
             self.graph.library.MergeFrom(self.programs[key].library)
         return self.programs[key].copy()
 
-    def _waits(self, segment: Segment, tile_loop: TileLoop, inside: Container[Node]) -> list[Node]:
+    def _waits(self, segment: Segment, tile_loop: TileLoop, all_ops: Set[Node]) -> list[Node]:
         """Return the control inputs of a loop: those of its ops, and the producers of its operands.
 
         The latter keep the runtime from allocating the loop's buffers at the start of the step.
         """
-        if not segment.loop_specs:
-            inside = {*segment.forward, *tile_loop.replaces}
+        inside = all_ops or {*segment.forward, *tile_loop.replaces}
         waits = [c for node in tile_loop.replaces for c in node.control_inputs if c not in inside]
         waits += [t.node for t in tile_loop.reads if t.node not in inside]
         if tile_loop.backward and not segment.loop_specs:

@@ -156,7 +156,7 @@ class Node:
 
     def out(self, index: int = 0) -> Tensor:
         """Return output `index` as a tensor."""
-        return tuple.__new__(Tensor, (self, index))  # Without the constructor in Python of a named tuple.
+        return tuple.__new__(Tensor, (self, index))  # Skips the slow constructor of a named tuple.
 
 
 class Tensor(NamedTuple):
@@ -325,7 +325,7 @@ class Graph:
         if slow:
             order = list(_concurrent_order(order, after, waiting, slow, seconds or (lambda node: 0.0)))
         else:
-            for node in order:  # The list grows while it is walked.
+            for node in order:  # The list is its own queue (Kahn's algorithm).
                 for other in after[node]:
                     waiting[other] -= 1
                     if not waiting[other]:
@@ -382,7 +382,7 @@ def _concurrent_order(
     slow: Mapping[Node, float],
     seconds: Callable[[Node], float],
 ) -> Iterator[Node]:
-    """Yield nodes as they end, some of them while others run.
+    """Simulate an executor that runs slow ops beside the others; yield nodes in the order in which they end.
 
     Args:
         sources: Nodes that wait for no other.

@@ -56,15 +56,16 @@ def _definition(graph: Graph, node: Node, attr: str) -> Any:
 
 
 def is_folded(tensor: Tensor) -> bool:
-    """Return whether TensorFlow computes a tensor once, from constants, and holds it as long as the step exists."""
+    """Return whether constant folding fills a tensor once, for all steps, so that it is never freed."""
     return tensor.node.op == "Fill" and all(operand.node.op == "Const" for operand in tensor.node.inputs)
 
 
 def folded_tensors(graph: Graph) -> Iterator[Tensor]:
-    """Yield the tensors in the bodies of a graph's loops for which `is_folded` holds."""
+    """Yield the tensors of a graph and of the bodies of its loops for which `is_folded` holds."""
     for node in graph.nodes.values():
+        if node.outputs and is_folded(node.out()):
+            yield node.out()
         if node.loop is not None and node.loop.body is not None:
-            yield from filter(is_folded, (inner.out() for inner in node.loop.body.nodes.values() if inner.outputs))
             yield from folded_tensors(node.loop.body)
 
 

@@ -29,7 +29,7 @@ class EdgePass(GraphPass[PassResult]):
 
     @abc.abstractmethod
     def edges(self, graph: Graph) -> Iterable[ControlEdge]:
-        """Return the edges to add to a graph; ops of another copy of the graph stand for those of the same name."""
+        """Return the edges to add; their ops may belong to another copy of the graph, and are found by name."""
 
     def edit(self, graph: Graph, node: Node) -> None:
         """Edit an op with a new edge; the default changes nothing."""
@@ -44,7 +44,11 @@ class EdgePasses(GraphPass[PassResult]):
     """Runs several passes on one copy of a graph: a copy and its checks take longer than most of these passes."""
 
     def __init__(self, passes: Sequence[EdgePass]) -> None:
-        """Prepare the pass; each of `passes` sees the edges of those before it."""
+        """Prepare the pass.
+
+        Args:
+            passes: Each sees the edges of those before it. One that reads an analysis of the graph comes first.
+        """
         self.passes = passes
         self.new_stateful_ops = frozenset[str]().union(*(edge_pass.new_stateful_ops for edge_pass in passes))
 

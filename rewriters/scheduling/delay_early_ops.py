@@ -17,6 +17,7 @@ from rewriters.analysis.autodiff_roles import data_dependent_nodes, reads_shape_
 from rewriters.analysis.graph_analysis import GraphAnalysis, require_analysed
 from rewriters.device.properties import forwards_input_buffer, may_fuse_with_consumer
 from rewriters.ir.graph import LOOPS, Graph, Node, Tensor, predecessors
+from rewriters.ir.loop_bodies import is_folded
 from rewriters.ir.static_values import constant, int_constant, type_attr
 from rewriters.scheduling.control_edges import ControlEdge, EdgePass
 
@@ -81,8 +82,8 @@ def _keep_unfolded(graph: Graph, node: Node) -> None:
 
     TensorFlow folds a tensor of constant zeros into the graph, where it occupies memory as long as the step exists.
     """
-    value = constant(node.inputs[1].node) if node.op == "Fill" else None
-    if value is None or any(value.tobytes()):
+    value = constant(node.inputs[1].node) if node.outputs and is_folded(node.out()) else None
+    if value is None or any(value.tobytes()):  # Of other values large tensors are rare.
         return
     dtype = node.out().dtype
     zero = Node(

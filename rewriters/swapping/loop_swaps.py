@@ -122,7 +122,7 @@ def swap_lists(new: Graph, lists: Sequence[SavedList], tier: Tier) -> None:
     created.inputs[0] = int_constant(new, f"{name}/element_shape", (), tf.int32).out()
     _set_body(new, loop, _swapping_out(loop, lists, tier, f"{name}/swap_out"), tier)
     _set_body(new, reader, _swapping_in(reader, lists, tier, f"{name}/swap_in"), tier)
-    # TensorFlow begins the first iteration when some operands exist, so that elements would return in the forward pass.
+    # TensorFlow begins a loop when its first operand exists: elements would be swapped in during the forward pass.
     reader.control_inputs = list(dict.fromkeys(predecessors(reader)))
 
 

@@ -99,24 +99,14 @@ class SwapPlan:
     left: list[tuple[str, str]]
 
 
-def prepare_for_swapping(
-    graph: Graph, min_bytes: int, batch: int, scopes: tuple[str, ...] = (), forward: Container[str] = ()
-) -> GraphAnalysis:
-    """Return the analysis of a graph whose peak swapping can lower: no broadcast copies, early or concurrent large ops.
+def without_copies(graph: Graph, scopes: tuple[str, ...] = (), forward: Container[str] = ()) -> GraphAnalysis:
+    """Return the analysis of a graph without broadcast copies, in which gradients of max-poolings recompute these.
 
     Args:
         graph: Graph of the step, which may contain tile loops.
-        min_bytes: Size from which on results are delayed and brought into one order.
-        batch: Batch size, where the graph leaves it open.
         scopes: Scopes of ops that belong to the backward phase, as for `GraphAnalysis`.
         forward: Names of ops that belong to the forward phase, as for `GraphAnalysis`.
     """
-    analysis = without_copies(graph, scopes, forward)
-    return in_swap_order(analysis, min_bytes, batch, scopes, forward)
-
-
-def without_copies(graph: Graph, scopes: tuple[str, ...] = (), forward: Container[str] = ()) -> GraphAnalysis:
-    """Return the analysis of a graph without broadcast copies, in which gradients of max-poolings recompute these."""
     latest: GraphAnalysis | None = None
 
     def analyse(graph: Graph) -> GraphAnalysis:
@@ -135,8 +125,8 @@ def in_swap_order(
 
     Args:
         analysis: Analysis that `without_copies` returned.
-        min_bytes: As for `prepare_for_swapping`.
-        batch: As for `prepare_for_swapping`.
+        min_bytes: Size from which on results are delayed and brought into one order.
+        batch: Batch size, where the graph leaves it open.
         scopes: As for `without_copies`.
         forward: As for `without_copies`.
     """

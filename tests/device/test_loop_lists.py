@@ -1,5 +1,7 @@
 """Memory of loops: sizes of tensor lists, buffers that hold their elements, predicted and measured peaks."""
 
+import dataclasses
+
 import keras
 import numpy as np
 import pytest
@@ -10,9 +12,9 @@ from keras import layers
 from loops import BATCH, NETS, STEPS, loop_step, nested_step, step_with_weight, unbounded_step
 
 from rewriters.analysis.graph_analysis import GraphAnalysis
-from rewriters.canonicalize.canonicalize import read_canonical
+from rewriters.canonicalize.canonicalize import CanonicalMode, read_canonical
 from rewriters.device.loop_lists import loop_iterations
-from rewriters.device.peak_memory import graph_schedule
+from rewriters.device.peak_memory import graph_peak, graph_schedule
 from rewriters.estimates.unmodelled import unmodelled
 from rewriters.ir.graph import LOOPS
 
@@ -105,6 +107,17 @@ def test_graph_schedule_constants_of_loop_bodies_live_throughout():
     step = gradient_step(map_fn_model(40), tf.TensorSpec((BATCH, 40, 40, 1)))
     graph = read_canonical(step.get_concrete_function())
     assert graph_schedule(graph, (), BATCH, []).folded_bytes == 40 * 40 * 4
+
+
+def test_graph_schedule_filled_constants_live_throughout():
+    @tf.function(input_signature=[tf.TensorSpec((40, 40))])
+    def step(x):
+        return tf.tanh(x) * tf.fill((40, 40), 2.0)
+
+    trace = graph_schedule(read_canonical(step.get_concrete_function(), CanonicalMode.TILING), (), BATCH, [])
+    assert trace.folded_bytes == 40 * 40 * 4
+    without = dataclasses.replace(trace, folded_bytes=0)
+    assert graph_peak(trace, {}).peak_bytes == graph_peak(without, {}).peak_bytes + 40 * 40 * 4
 
 
 @pytest.mark.parametrize("net", NETS)

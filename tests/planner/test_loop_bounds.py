@@ -6,7 +6,9 @@ from nets import bottlenecks, chain, u_net
 
 from rewriters.device import properties
 from rewriters.device.allocator import BestFitAllocator, ExactAllocator
+from rewriters.emission.loop_signature import program_signature
 from rewriters.emission.tile_pass import plan_segment
+from rewriters.estimates.op_cost import CostModel
 from rewriters.tiling.tile_planner import Grid, Halo
 from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._planner.barrier_search import Barriers, BarrierSearch, CheckpointPlan, TiledLoops
@@ -54,14 +56,20 @@ def test_sets_whose_bounds_are_above_the_limit_are_not_modelled(monkeypatch):
 def test_swaps_are_possible_down_to_the_largest_loop():
     step = traced(chain)
     search = BarrierSearch(step, Barriers(step))
-    assert search.may_fit_with_swaps(least_peak(step, search.smallest.plans, swapped=True))
-    assert not search.may_fit_with_swaps(step.fixed_bytes)
+    bounds = []
+    for checkpoints in sets_of(Barriers(step)):
+        segment = Barriers(step).segment("segment1", checkpoints)
+        for tiles in (1, 2, 4, 8):
+            plan = plan_segment(step.analysis, segment, Grid(1, (tiles, 1)), Grid(2, (tiles, 1)))
+            bounds.append(least_peak(step, [plan], swapped=True))
+    assert search.may_fit_with_swaps(min(bounds))
+    assert not search.may_fit_with_swaps(min(bounds) // 2)
 
 
 @pytest.mark.parametrize("halo", Halo)
 def test_sets_of_checkpoints_share_equal_loops_under_their_own_names(halo):
     step = traced(chain)
-    barriers, estimates = Barriers(step), LoopEstimates(step)
+    barriers, estimates, costs = Barriers(step), LoopEstimates(step), CostModel(step.analysis, step.batch, step.rates)
     first, *_, last = sets_of(barriers)
     segments = [barriers.segment("segment1", checkpoints) for checkpoints in (first, last, first)]
     assert segments[0].loop_specs[0] is segments[2].loop_specs[0]
@@ -75,3 +83,6 @@ def test_sets_of_checkpoints_share_equal_loops_under_their_own_names(halo):
         assert [loop.name for loop in shared] == [loop.name for loop in alone]
         assert [loop.grid for loop in shared] == [loop.grid for loop in alone]
         assert [loop.reads for loop in shared] == [loop.reads for loop in alone]
+        for one, other in zip(shared, alone, strict=True):
+            assert program_signature(step.analysis, segment, one) == program_signature(step.analysis, segment, other)
+            assert step.costs.tile_loop(one) == pytest.approx(costs.tile_loop(other))

@@ -18,7 +18,7 @@ from rewriters.ir.graph import Graph, Node, ancestors, predecessors
 from rewriters.ir.graph_pass import run_pass
 from rewriters.scheduling.delay_early_ops import earliest_forward_level
 from rewriters.scheduling.serialize_ops import SerializeLargeOps
-from rewriters.swapping.swap_pass import prepare_for_swapping
+from rewriters.swapping.swap_pass import in_swap_order, without_copies
 
 LIBRARY = tf.compat.v1.GraphDef().library
 
@@ -194,7 +194,7 @@ def test_serialize_large_ops_operand_with_largest_peak_runs_first():
     assert graph_peak(graph_schedule(graph, (), 1, []), {}, limit=0).peak_bytes < 8 * (100 + 300 + 100) + 8 * 50
 
 
-def test_prepare_for_swapping_ops_fused_by_onednn_stay_adjacent():
+def test_in_swap_order_ops_fused_by_onednn_stay_adjacent():
     """A padding and its convolution, a convolution and its bias: the fused op would wait for itself."""
     kernel, bias = tf.Variable(tf.ones((3, 3, 4, 4))), tf.Variable(tf.ones((4,)))
 
@@ -206,7 +206,7 @@ def test_prepare_for_swapping_ops_fused_by_onednn_stay_adjacent():
         return loss
 
     concrete_fn = tf.function(function).get_concrete_function(tf.TensorSpec((2, 8, 8, 4)))
-    graph = prepare_for_swapping(canonicalize.read_canonical(concrete_fn), 1, 2).graph
+    graph = in_swap_order(without_copies(canonicalize.read_canonical(concrete_fn)), 1, 2).graph
     pairs = [(t.node, n) for n in graph.nodes.values() for t in n.inputs if (t.node.op, n.op) in PAIRS]
     assert len(pairs) == 2
     for node, reader in pairs:

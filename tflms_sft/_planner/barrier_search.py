@@ -227,11 +227,15 @@ class CheckpointPlan:
         return least_peak(self._traced, [self._small_plan])
 
     def may_fit_with_swaps(self, limit: int) -> bool:
-        """Return whether each loop alone, in its finest grid, stays within `limit` bytes."""
-        return not any(
-            all(num_bytes + loops.estimate(n, loops.grids[n][-1]).num_bytes > limit for loops in self._loops.values())
-            for n, num_bytes in enumerate(bytes_beside_iterations(self._traced, self._small_plan, swapped=True))
-        )
+        """Return whether each loop alone, in its finest grid or with small iterations, stays within `limit` bytes."""
+        beside = bytes_beside_iterations(self._traced, self._small_plan, swapped=True)
+        small = [tile_loop.grid for tile_loop in self._small_plan.loops]
+
+        def fits(number: int, loops: TiledLoops) -> bool:
+            grids = {loops.grids[number][-1], small[number]}
+            return any(beside[number] + loops.estimate(number, grid).num_bytes <= limit for grid in grids)
+
+        return all(any(fits(number, loops) for loops in self._loops.values()) for number in range(len(small)))
 
     @functools.cached_property
     def least_seconds(self) -> float:
@@ -301,6 +305,10 @@ class CheckpointPlan:
             above, step, best = (middle, step, best) if higher is None else (above, middle, higher)
         return best
 
+    def may_fit(self, limit: int) -> bool:
+        """Return whether the lower bound of the step's peak stays within `limit` bytes."""
+        return self.least_bytes <= limit
+
     def fits(self, limit: int) -> bool:
         """Return whether the step with small iterations stays within `limit` bytes."""
         if self._smallest is None and self.least_bytes <= limit:
@@ -357,7 +365,7 @@ class BarrierSearch:
         return min(self._least_seconds_of(family, limit) for family in self._barriers.families)
 
     def may_fit_with_swaps(self, limit: int) -> bool:
-        """Return whether tiles are possible with which swaps may keep the step within `limit` bytes."""
+        """Return false if no set of checkpoints, with any swaps, can stay within `limit` bytes."""
         sets = (one for family in self._barriers.families for one in reversed(family))
         return any(self._plan(checkpoints).may_fit_with_swaps(limit) for checkpoints in sets)
 
@@ -377,9 +385,10 @@ class BarrierSearch:
     def _first_fitting(self, family: Sequence[CheckpointSet], limit: int) -> int:
         """Return the position of the first set that fits with small iterations; those after it save less.
 
-        Modelling one set takes long. Lower bounds, which are within a few per cent, show where to begin.
+        Modelling one set takes long. Lower bounds of the peak show where to begin.
         """
-        first = self._first(family, limit, self._first_within(family, limit, self._held_bytes) - 1, _is_possible)
+        first = self._first_within(family, limit, self._held_bytes) - 1
+        first = self._first(family, limit, first, CheckpointPlan.may_fit)
         if first == len(family) or self._fits(family[first], limit, CheckpointPlan.fits):
             return first
         return self._first(family, limit, first, CheckpointPlan.fits)
@@ -454,11 +463,6 @@ class BarrierSearch:
     def proposed(self, target: int) -> Candidate | None:
         """Return the plan for a target, whether its step meets it or not."""
         return self.fastest_within(target) or self.smallest
-
-
-def _is_possible(plan: CheckpointPlan, limit: int) -> bool:
-    """Return whether the lower bound of the step's peak stays within `limit` bytes."""
-    return plan.least_bytes <= limit
 
 
 def _with_halos(plan: CheckpointPlan, limit: int) -> Iterator[Candidate]:

@@ -87,7 +87,7 @@ class TileSearch(Protocol):
         """Return the fastest plan found whose step stays within `limit` bytes."""
 
     def may_fit_with_swaps(self, limit: int) -> bool:
-        """Return whether tiles are possible with which swaps may keep the step within `limit` bytes."""
+        """Return false if no tile plan, with any swaps, can stay within `limit` bytes; true if unknown."""
 
     def proposed(self, target: int) -> Candidate | None:
         """Return the plan for a target, whether its step meets it or not."""

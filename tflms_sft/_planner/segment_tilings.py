@@ -120,7 +120,6 @@ class LoopEstimates:
                 return self._estimates.setdefault(key, UNTILEABLE)
             batch, costs = self.traced.batch, self.traced.costs
             saved_bytes = sum(save.saved.num_bytes(batch) for save in loop.saves)
-            self._last = key, loop
 
             @functools.cache
             def times() -> tuple[float, float]:
@@ -134,6 +133,7 @@ class LoopEstimates:
 
     def shared(self, key: Hashable, loop: TileLoop) -> TileLoop:
         """Return a loop, bound to the estimates of equal loops in the same grid."""
+        self._last = key, loop
         self.traced.loop_memory.bind(loop, self._results.setdefault(key, {}))
         if key in self._estimates:
             self.traced.costs.bind(loop, self._estimates[key].seconds)

@@ -57,7 +57,7 @@ class ChainSearch:
         self._highest = rung(2 * traced.plain.peak.peak_bytes)  # A target that the original step meets.
 
     def may_fit_with_swaps(self, limit: int) -> bool:
-        """Return true: any tiles that a target calls for are possible."""
+        """Return true: this search has no lower bounds."""
         del limit
         return True
 

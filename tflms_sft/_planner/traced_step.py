@@ -72,7 +72,8 @@ class TracedStep:
         correction: Measured over predicted memory of an earlier plan.
         skeletons: Traces of skeletons, and names of their loops, by the reads and results of the loops.
         loop_memory: Memory estimates of planned tile loops.
-        prepared: Analyses of its graph prepared for swaps, by the minimum bytes of large results, and scopes.
+        prepared: Analyses of its graph prepared for swaps: without copies by scopes, and with large ops in order by the
+            minimum bytes of large results, and scopes.
     """
 
     concrete_fn: Any
@@ -280,7 +281,7 @@ def seconds_of(traced: TracedStep, plans: list[SegmentPlan]) -> float:
 
 
 def least_peak(traced: TracedStep, plans: Sequence[SegmentPlan], *, swapped: bool = False) -> int:
-    """Return bytes that the predicted peak does not fall below, without a model of the whole step, which takes longer.
+    """Return a lower bound of the predicted peak in bytes; it takes much less time than `predicted_peak`.
 
     While a loop runs, variables, arguments, the tensors that it reads, its results and an iteration are in memory. So
     are tensors that an earlier loop has written and a later one reads, unless they are swapped.
@@ -299,7 +300,7 @@ def least_peak(traced: TracedStep, plans: Sequence[SegmentPlan], *, swapped: boo
 
 
 def bytes_beside_iterations(traced: TracedStep, plan: SegmentPlan, *, swapped: bool = False) -> list[int]:
-    """Return such bytes for each loop of a segment, in any number of tiles, without those of its iterations.
+    """Return a lower bound of the bytes alive beside the iterations of each loop, in any number of tiles.
 
     Each result of a loop counts as a tensor of its own, because a later loop may recompute a tensor. Results that no
     loop reads do not count, and neither do operands from outside, which may share the memory of an argument.
