@@ -23,7 +23,7 @@ from rewriters.device.peak_memory import (
     sizes_at_peak,
 )
 from rewriters.ir.graph import LOOPS, Graph, ListSize, LoopFacts, Node, Shape, Tensor, shape_bytes
-from rewriters.ir.loop_bodies import function_of, is_folded, num_iterations, readers_of, source_of
+from rewriters.ir.loop_bodies import element_spec, function_of, is_folded, num_iterations, readers_of, source_of
 from rewriters.ir.op_traits import Trait, ops_with
 from rewriters.ir.static_values import Dim, StaticEvaluator, Value, constant, is_inexact
 from rewriters.ir.symbolic_dims import SymbolicDim
@@ -67,14 +67,19 @@ def _list_facts(node: Node) -> LoopFacts | None:
         if not stacked.shape:
             return None
         slices = ListSize(((stacked.dtype, stacked.shape[1:]),), stacked.shape[0])
-        return LoopFacts({0: slices}, {0: 0} if _is_aligned(slices) else {})
+        return LoopFacts({0: slices}, {0: 0} if _is_aligned(slices) else {}, element_specs={0: slices.elements[0]})
     if node.op in ("ZerosLike", "AddN"):
         sizes = [size for t in node.inputs if (size := list_size(t)) is not None and size.elements]
         return LoopFacts({0: sizes[0]}) if sizes else None
     if node.op == "Identity":
         passed = list_size(node.inputs[0])
-        return None if passed is None else LoopFacts({0: passed}, {0: 0})
+        return None if passed is None else LoopFacts({0: passed}, {0: 0}, element_specs=_specs(node.inputs[0]))
     return None
+
+
+def _specs(tensor: Tensor, index: int = 0) -> dict[int, tuple[tf.DType, Shape]]:
+    spec = element_spec(tensor)
+    return {} if spec is None else {index: spec}
 
 
 def _is_aligned(size: ListSize) -> bool:
@@ -131,6 +136,7 @@ class _LoopReader:
         self._lists: dict[int, ListSize] = {}
         self._operand_buffers: dict[int, int] = {}
         self._output_buffers: dict[int, int] = {}
+        self._element_specs: dict[int, tuple[tf.DType, Shape]] = {}
 
     def facts(self) -> LoopFacts:
         """Return the facts about the loop."""
@@ -140,9 +146,12 @@ class _LoopReader:
                 self._operand_buffers[index] = index
                 size = list_size(self._node.inputs[index])
                 self._lists.update({} if size is None else {index: size})
+                self._element_specs.update(_specs(self._node.inputs[index], index))
             elif tensor.dtype == tf.variant:
                 self._read_list(index)
-        return LoopFacts(self._lists, self._operand_buffers, self._output_buffers, self._body, self._lengths)
+        return LoopFacts(
+            self._lists, self._operand_buffers, self._output_buffers, self._body, self._lengths, self._element_specs
+        )
 
     def _read_list(self, index: int) -> None:
         """Set the size of a list that the loop changes, and the buffers of its elements."""
@@ -150,6 +159,9 @@ class _LoopReader:
         specs = None if appended is None else [self._spec(tensor, index) for tensor in appended]
         if appended is None or specs is None or None in specs:
             return
+        alike = {spec for spec, tensor in zip(specs, appended, strict=True) if tensor.dtype != tf.variant}
+        if len(alike) == 1 and (spec := alike.pop()) is not None:
+            self._element_specs[index] = spec
         if not appended:
             self._lists[index] = _NOTHING
             return
@@ -282,7 +294,8 @@ def _iteration_sizes(node: Node, batch: int) -> list[int]:
     }
 
     def num_bytes(tensor: Tensor) -> int:
-        return 0 if tensor.dtype == tf.variant or is_folded(tensor) else tensor.num_bytes(batch)
+        is_element = tensor.node.op == "TensorListPopBack"  # Its bytes are those of the list.
+        return 0 if tensor.dtype == tf.variant or is_element or is_folded(tensor) else tensor.num_bytes(batch)
 
     events = schedule(order, num_bytes, concurrent_scratch(scratch, order), [*body.outputs, *elements])
     sizes = sizes_at_peak(events)

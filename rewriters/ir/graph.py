@@ -73,6 +73,8 @@ class LoopFacts:
         output_buffers: Earlier output whose elements a list consists of.
         body: Function of one iteration, without nodes that no result needs; `None` for an op that is no loop.
         lengths: Largest number of iterations as the only element, `None` for the batch size; empty if unknown.
+        element_specs: (dtype, shape) of the elements of the lists among the outputs, by output index, where all are
+            alike.
     """
 
     lists: Mapping[int, ListSize]
@@ -80,6 +82,7 @@ class LoopFacts:
     output_buffers: Mapping[int, int] = dataclasses.field(default_factory=dict)
     body: Graph | None = None
     lengths: tuple[int | None, ...] = ()
+    element_specs: Mapping[int, tuple[tf.DType, Shape]] = dataclasses.field(default_factory=dict)
 
 
 def shape_bytes(dtype: tf.DType, shape: Shape, batch: int) -> int:

@@ -93,7 +93,7 @@ def _inline_once(
     controls: dict[str, list[str]] = {}
     for node in graph_def.node:
         if node.name in calls:
-            _expand(node, functions[node.attr["f"].func.name], result, tensors, controls)
+            _expand(node, functions, result, tensors, controls)
         else:
             result.node.add().CopyFrom(node)
 
@@ -125,9 +125,12 @@ def _node_of(tensor_name: str) -> str:
     return tensor_name.split(":")[0]
 
 
-def _expand(call: Any, function_def: Any, result: Any, tensors: dict[str, str], controls: dict[str, list[str]]) -> None:
+def _expand(
+    call: Any, functions: Mapping[str, Any], result: Any, tensors: dict[str, str], controls: dict[str, list[str]]
+) -> None:
     """Add the body of one call; record the replacements of its outputs and of its control edge."""
-    body, flat_names = tf_internals.function_body(function_def)
+    function_def = functions[call.attr["f"].func.name]
+    body, flat_names = tf_internals.function_body(function_def, functions)
     data = [name for name in call.input if not name.startswith("^")]
     waits = [name for name in call.input if name.startswith("^")]
     arguments = {arg.name: name for arg, name in zip(function_def.signature.input_arg, data, strict=True)}

@@ -43,11 +43,17 @@ def function_of(graph: Graph, node: Node, attr: str) -> Graph | None:
     definition = _definition(graph, node, attr)
     if definition is None:
         return None
-    variables = [graph.variables.get(source_of(t).node.name) for t in node.inputs]
+    handles = [graph.variables.get(source_of(t).node.name) or element_spec(t) for t in node.inputs]
     try:
-        return _imported(definition, graph.library, node.outputs, variables)
+        return _imported(definition, graph.library, node.outputs, handles)
     except (ValueError, TypeError, RuntimeError, tf.errors.OpError):
         return None
+
+
+def element_spec(tensor: Tensor) -> tuple[tf.DType, Shape] | None:
+    """Return (dtype, shape) of the elements of a tensor list; `None` for another tensor, or if it is unknown."""
+    tensor = source_of(tensor)
+    return None if tensor.node.loop is None else tensor.node.loop.element_specs.get(tensor.index)
 
 
 def _definition(graph: Graph, node: Node, attr: str) -> Any:
@@ -82,10 +88,12 @@ def _imported(
     definition: Any,
     library: Any,
     specs: Sequence[tuple[tf.DType, Shape]],
-    variables: Sequence[tuple[tf.DType, Shape] | None],
+    handles: Sequence[tuple[tf.DType, Shape] | None],
 ) -> Graph:
     """Import a function; only TensorFlow infers the shapes."""
-    body, flat_names = tf_internals.function_body(definition)
+    body, flat_names = tf_internals.function_body(
+        definition, {function.signature.name: function for function in library.function}
+    )
     names = [argument.name for argument in definition.signature.input_arg]
     graph_def = tf.compat.v1.GraphDef(versions=body.versions)
     graph_def.node.extend(node for node in body.node if node.name not in names)
@@ -98,9 +106,9 @@ def _imported(
 
     def build(*arguments: Any) -> list[Any]:
         by_name = dict(zip(names, arguments, strict=True))
-        for argument, spec in zip(arguments, variables, strict=True):
+        for argument, spec in zip(arguments, handles, strict=True):
             if spec is not None:
-                tf_internals.set_variable_spec(argument, *spec)
+                tf_internals.set_handle_spec(argument, *spec)
         computed = [name for name in results if name.partition(":")[0] not in by_name]
         mapping = {f"{name}:0": value for name, value in by_name.items() if name in used}
         wanted = [*computed, *definition.control_ret.values()]

@@ -7,10 +7,11 @@ why that is not enough.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
+from tensorflow.core.framework import full_type_pb2
 from tensorflow.python.client import device_lib
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import atomic_function
@@ -75,12 +76,23 @@ def trace_func_graph(name: str, function: Callable[..., Any], specs: Sequence[tf
     return func_graph.func_graph_from_py_func(name, function, list(specs), {}, add_control_dependencies=False)
 
 
-def function_body(function_def: Any) -> tuple[Any, dict[str, str]]:
+def function_body(function_def: Any, functions: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:
     """Return a library function as a `GraphDef`, and flat names of its tensors.
 
     `FunctionDef` names tensors `node:output_arg:index`; a graph needs `node:index`.
+
+    Args:
+        function_def: The function.
+        functions: Definitions of the library by name. TensorFlow looks for those that the function refers to, such as
+            the bodies of its loops, in the default graph.
     """
-    return function_def_to_graph.function_def_to_graph_def(function_def)
+    values = (value for node in function_def.node_def for value in node.attr.values())
+    names = {func.name for value in values for func in (value.func, *value.list.func) if func.name}
+    library = tf.compat.v1.GraphDef()
+    library.library.function.extend(functions[name] for name in names if name in functions)
+    with tf.Graph().as_default():
+        tf.graph_util.import_graph_def(library, name="")
+        return function_def_to_graph.function_def_to_graph_def(function_def)
 
 
 def untraced(function: Any) -> Any:
@@ -121,9 +133,15 @@ def variable_spec(tensor: Any) -> tuple[Any, tuple[int | None, ...] | None] | No
     return tf.dtypes.as_dtype(data.shape_and_type[0].dtype), None if shape.rank is None else tuple(shape)
 
 
-def set_variable_spec(handle: Any, dtype: Any, shape: tuple[int | None, ...] | None) -> None:
-    """Associate a resource placeholder with a variable of a type and shape; reads have no shape otherwise."""
-    handle_data_util.set_handle_data(handle, handle_data_util.create_handle_data(tf.TensorShape(shape), dtype))
+def set_handle_spec(handle: Any, dtype: Any, shape: tuple[int | None, ...] | None) -> None:
+    """Set type and shape of the variable, or of the elements of the list, that a placeholder stands for.
+
+    Reads have no shape otherwise.
+    """
+    data = handle_data_util.create_handle_data(tf.TensorShape(shape), dtype)
+    if handle.dtype == tf.variant:
+        data.shape_and_type[0].type.type_id = full_type_pb2.TFT_ARRAY
+    handle_data_util.set_handle_data(handle, data)
 
 
 def function_definition(name: str, graph: Any) -> Any:
