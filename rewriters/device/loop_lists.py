@@ -294,12 +294,14 @@ def _iteration_sizes(node: Node, batch: int) -> list[int]:
     }
 
     def num_bytes(tensor: Tensor) -> int:
-        is_element = tensor.node.op == "TensorListPopBack"  # Its bytes are those of the list.
-        return 0 if tensor.dtype == tf.variant or is_element or is_folded(tensor) else tensor.num_bytes(batch)
+        return 0 if tensor.dtype == tf.variant or is_folded(tensor) else tensor.num_bytes(batch)
 
     events = schedule(order, num_bytes, concurrent_scratch(scratch, order), [*body.outputs, *elements])
     sizes = sizes_at_peak(events)
-    for element_bytes in (shape_bytes(*e, batch) for size in _own_lists(node.loop) for e in size.elements):
+    # Complete lists count the elements that an iteration appends or removes. Others take the memory of removed ones.
+    appended = (shape_bytes(*e, batch) for size in _own_lists(node.loop) for e in size.elements)
+    removed = (num_bytes(inner.out(1)) for inner in order if inner.op == "TensorListPopBack")
+    for element_bytes in (*appended, *removed):
         if element_bytes in sizes:
             sizes.remove(element_bytes)
     pending = min(node.attrs["parallel_iterations"].i - 1, MAX_PENDING_ITERATIONS)
