@@ -414,7 +414,7 @@ def _step(task: _nets.Task, image_size: int, batch: int, floatx: str) -> Any:
 
 
 def _limit(device: str, memory: int) -> None:
-    """Limit TensorFlow to so many bytes of the GPU."""
+    """Limit TensorFlow to `memory` bytes of the GPU; do nothing on a CPU."""
     import tensorflow as tf
 
     if device == "gpu":

@@ -61,7 +61,7 @@ class Check:
 
     Attributes:
         name: `<kind>/<subject>`, such as `peak/vgg16`.
-        function: Of `_gpu_checks`.
+        function: Name of the function of `_gpu_checks`.
         kwargs: Its arguments, without the device.
         alone: Whether nothing else may run beside it.
         env: Environment variables of its process.

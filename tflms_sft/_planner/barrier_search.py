@@ -348,7 +348,7 @@ class BarrierSearch:
         """Largest limit for which no plan was found. The search may miss one that only `smallest` finds."""
         inputs = sum(t.num_bytes(traced.batch) for t in traced.analysis.graph.inputs)
         self._held_bytes = traced.fixed_bytes + inputs
-        self._bytes_beside = self._held_bytes  # A first guess, which is too low.
+        self._bytes_beside = self._held_bytes  # A lower bound: variables and arguments.
 
     @functools.cached_property
     def _seconds_outside(self) -> float:

@@ -186,18 +186,9 @@ def _static_batch(graph: Graph, num_arguments: int) -> int | None:
     return ranked[0][0] if ranked else 1
 
 
-def predict(
-    traced: TracedStep,
-    plans: list[SegmentPlan],
-    *,
-    limit: int | None = None,
-    graph: Graph | None = None,
-    away: Container[Node] = (),
-    slow: Mapping[Node, float] | None = None,
-) -> tuple[Peak, float]:
+def predict(traced: TracedStep, plans: list[SegmentPlan], *, limit: int | None = None) -> tuple[Peak, float]:
     """Return the peak of the step with tile loops, as `predicted_peak` does, and its time over the original step's."""
-    peak = predicted_peak(traced, plans, limit=limit, graph=graph, away=away, slow=slow)
-    return peak, seconds_of(traced, plans) / traced.seconds
+    return predicted_peak(traced, plans, limit=limit), time_ratio(traced, plans)
 
 
 def predicted_peak(
@@ -280,6 +271,11 @@ def seconds_of(traced: TracedStep, plans: list[SegmentPlan]) -> float:
     return traced.seconds - tiled + sum(costs.tile_loop(tile_loop) for plan in plans for tile_loop in plan.loops)
 
 
+def time_ratio(traced: TracedStep, plans: list[SegmentPlan]) -> float:
+    """Return the time of the step with tile loops over that of the original step."""
+    return seconds_of(traced, plans) / traced.seconds
+
+
 def least_peak(traced: TracedStep, plans: Sequence[SegmentPlan], *, swapped: bool = False) -> int:
     """Return a lower bound of the predicted peak in bytes; it takes much less time than `predicted_peak`.
 
@@ -344,7 +340,8 @@ def emit_and_describe(
     predicted = original
     if plans:
         seen = tile_skeleton(analysis, plans) if budget else graph
-        predicted = prediction(traced, plans, seen, names, predict(traced, plans, limit=limit, graph=seen))
+        peak = predicted_peak(traced, plans, limit=limit, graph=seen)
+        predicted = prediction(traced, plans, seen, names, (peak, time_ratio(traced, plans)))
     *parts, outside = shares(traced.costs, plans, traced.seconds)
     plan = Plan(
         changed=bool(plans),

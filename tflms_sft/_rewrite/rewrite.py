@@ -25,8 +25,9 @@ from tflms_sft._planner.traced_step import (
     analyse_step,
     collector_paused,
     emit_and_describe,
-    predict,
+    predicted_peak,
     prediction,
+    seconds_of,
 )
 from tflms_sft._report.plan import Plan, amend_plan, with_recipe
 from tflms_sft._rewrite.plan_cache import cached_recipe, read_recipe, store_recipe
@@ -186,8 +187,9 @@ def _carry_out(traced: TracedStep, choice: BudgetPlan, budget: int | None) -> tu
     swapped = apply_swaps(traced, graph, choice.swaps)
     # With a budget, predict for every state of the allocator, as the search did.
     limit = 0 if budget is None else None
-    peak, ratio = predict(traced, choice.plans, limit=limit, graph=swapped.graph, away=swapped.away, slow=swapped.outs)
-    ratio = swapped_seconds(traced, swapped.graph, swapped.swaps, choice.swaps, ratio * traced.seconds) / traced.seconds
+    peak = predicted_peak(traced, choice.plans, limit=limit, graph=swapped.graph, away=swapped.away, slow=swapped.outs)
+    seconds = seconds_of(traced, choice.plans)
+    ratio = swapped_seconds(traced, swapped.graph, swapped.swaps, choice.swaps, seconds) / traced.seconds
     names = display_names(traced.analysis.graph, traced.record)
     plan = amend_plan(
         plan,
