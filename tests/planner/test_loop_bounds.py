@@ -79,6 +79,8 @@ def test_sets_of_checkpoints_share_equal_loops_under_their_own_names(halo):
         grids = [grids[-1] for grids in loops.grids]
         remaining = iter(grids)
         alone = type(loops._planner)(step.analysis, segment).tile_loops(lambda loop, grids=remaining: next(grids))
+        for number, grid in enumerate(grids):
+            assert loops.estimate(number, grid).seconds > 0  # Plans of equal loops take this time.
         shared = loops.planned(grids).loops
         assert [loop.name for loop in shared] == [loop.name for loop in alone]
         assert [loop.grid for loop in shared] == [loop.grid for loop in alone]

@@ -148,6 +148,13 @@ def test_delay_early_ops_delayed_zeros_are_no_constant():
     assert [node.inputs[1].node.op for node in fills] == ["Empty", "Const"]
 
 
+def test_in_swap_order_delays_zeros_that_are_no_constant():
+    step = step_of(lambda x: tf.stack([tf.exp(x), tf.fill(x.shape, tf.constant(0, x.dtype))]), (2, 3))
+    graph = swap_pass.in_swap_order(swap_pass.without_copies(canonicalize.read_canonical(step.concrete_fn)), 1, 2).graph
+    (fill,) = (node for node in graph.nodes.values() if node.op == "Fill" and node.control_inputs)
+    assert fill.inputs[1].node.op == "Empty"
+
+
 def regularised(x, activation="silu"):
     for name in ("first", "second", "third"):
         x = layers.Conv2D(16, 3, padding="same", kernel_regularizer="l2", activation=activation, name=name)(x)
