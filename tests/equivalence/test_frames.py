@@ -191,7 +191,8 @@ def test_canonical_graph_of_any_use_of_frames_equals_plain(use):
     importer = StepImporter(graph, concrete_fn)
     canonical = tf.function(lambda x: importer([x]), autograph=False)
     for want, got in zip(plain(tf.constant(x)), canonical(tf.constant(x)), strict=True):
-        np.testing.assert_array_equal(got, want)
+        # AddN begins with the operand whose memory it may reuse, and which one that is depends on threads.
+        np.testing.assert_allclose(got, want, rtol=1e-14)
 
 
 def checked_by_canonical(function: Callable[..., Any], *arrays: np.ndarray, specs: Any = None) -> Any:
