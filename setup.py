@@ -28,8 +28,8 @@ setup(
         *(
             f"tflms_sft.{name}"
             for name in (
-                *("_cli", "_cluster", "_image_tiles", "_keras", "_machine", "_params", "_pipeline", "_planner"),
-                *("_report", "_rewrite", "_trace", "_util", "_verify"),
+                *("_batches", "_cli", "_cluster", "_image_tiles", "_keras", "_machine", "_params", "_pipeline"),
+                *("_planner", "_report", "_rewrite", "_trace", "_util", "_verify"),
             )
         ),
         "rewriters",

@@ -100,9 +100,9 @@ def draw(folder: Path) -> Path:
     """Draw the packages from the users' side at the top to the graph at the bottom, and return the file."""
     graph = shown_imports()
     layers = ordered_layers(graph)
-    figure = Figure(figsize=(9.4, 0.52 * len(layers)), layout="constrained")
-    axes = figure.add_subplot()
     half_width = max(len(layer) for layer in layers) / 2
+    figure = Figure(figsize=(3.1 * half_width, 0.52 * len(layers)), layout="constrained")
+    axes = figure.add_subplot()
     axes.set_xlim(-half_width, half_width)
     axes.set_ylim(0.6 - len(layers), 0.5)
     axes.axis("off")
@@ -118,7 +118,7 @@ def draw(folder: Path) -> Path:
         draw_arrow(axes, boxes[name], boxes[target], bends)
     path = folder / "architecture.png"
     metadata = {"Description": arrows_text(graph)}
-    figure.savefig(path, dpi=90, metadata=metadata, pil_kwargs={"optimize": True})
+    figure.savefig(path, dpi=80, metadata=metadata, pil_kwargs={"optimize": True})
     return path
 
 

@@ -26,7 +26,7 @@ from training import (
 
 import tflms_sft
 from tflms_sft import SFT, BudgetError, MemoryBudget, RewriteError, SegmentError, SegmentSpec
-from tflms_sft._keras import batch_limits
+from tflms_sft._batches import batch_limits
 
 # One training after another -------------------------------------------------------------------------------
 
@@ -288,20 +288,6 @@ def test_batch_limit_partial_batch_in_custom_loop_runs():
             want = plain.train_on_batch(X[start:stop], Y[start:stop])
             assert np.allclose(got, want)
     assert installed.plan.changed and same(model, plain)
-
-
-def test_ensure_planned_size_other_image_size_raises():
-    def images():
-        yield X[:4], Y[:4]
-        yield X[:4, :20], Y[:4]
-
-    signature = (tf.TensorSpec((None, None, 24, 3), tf.float64), tf.TensorSpec((None,), tf.int64))
-    data = tf.data.Dataset.from_generator(images, output_signature=signature)
-    model = net(size=None)
-    text = "^The step is planned for images of 24x24.*Train on images of one size.*Received: 20x24.$"
-    with pytest.raises(tflms_sft.RewriteError, match=text):
-        model.fit(data, callbacks=[tiles()], **SETTINGS)
-    assert is_plain(model)
 
 
 def growing():

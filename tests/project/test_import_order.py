@@ -34,6 +34,7 @@ ORDER = (
     "tflms_sft._planner",
     "tflms_sft._pipeline",
     "tflms_sft._rewrite",
+    "tflms_sft._batches",
     "tflms_sft._keras",
     "tflms_sft._verify",
     "tflms_sft",

@@ -88,8 +88,10 @@ class ForwardStepPatch(StepPatch):
 
     def run(self, iterator: Any) -> Any:
         """Run the model's function in a patched model; see `StepPatch.run`."""
-        if self.kind is PREDICTION and not self._first_batch:
-            self._remember_shapes(iterator[0])  # Keras passes a list of batches.
+        if self.kind is PREDICTION:  # Keras passes a list of batches.
+            if not self._now.shapes:
+                self._remember_shapes(iterator[0])
+            self._select_size(iterator[0])
         self._is_running = True
         try:
             return super().run(iterator)
@@ -124,9 +126,9 @@ class ForwardStepPatch(StepPatch):
             self._print(text)
             return self._original(data)
 
-    def _spec(self, tensor: Any, position: int) -> Any:
+    def _open_spec(self, tensor: Any) -> Any:
         """Return the spec of an input; a prediction accepts any batch size, so that its last batch needs no plan."""
-        spec = super()._spec(tensor, position)
+        spec = super()._open_spec(tensor)
         if self.kind is not PREDICTION or not isinstance(spec, tf.TensorSpec) or not spec.shape.rank:
             return spec
         return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)

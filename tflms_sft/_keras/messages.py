@@ -12,6 +12,9 @@ from tflms_sft._util.byte_sizes import format_bytes, format_excess
 MIN_COUNTED_FRACTION = 0.5
 """Measured peak, over the predicted one, below which a line names the smallest tensors that the device counts."""
 
+MANY_SIZES = 5
+"""Number of sizes of batches with which a training is told that each of them is planned for itself."""
+
 
 def start_line(plan: Plan, *, is_jit_off: bool, planning_time: str) -> str:
     """Return the line that summarises the plan of a training."""
@@ -40,6 +43,14 @@ def later_excess_line(plan: Plan, measured: Measurement) -> str:
     return (
         f"tflms-sft: a later step used {used}, more than its budget of {budget}; the next epoch is planned again with "
         "this peak."
+    )
+
+
+def many_sizes_line() -> str:
+    """Return the line for a training whose batches have many sizes."""
+    return (
+        f"tflms-sft: batches of {MANY_SIZES} sizes so far. Each size is traced and planned for itself, which takes "
+        "time; resize or pad them to fewer sizes."
     )
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import tensorflow as tf
@@ -26,12 +26,28 @@ from rewriters.device import properties
 from rewriters.errors import BudgetError, RewriteError
 from rewriters.estimates.op_cost import MachineRates
 from rewriters.ir import tf_internals
+from rewriters.ir.graph import from_concrete_function
 from rewriters.step_importer import StepImporter
 from rewriters.swapping.tiers import Tier
+from tflms_sft._batches.batch_limits import (
+    BatchLimit,
+    check_batch_shape,
+    ensure_planned_size,
+    is_image,
+    planned_size_error,
+    require_batch_size,
+)
+from tflms_sft._batches.first_batches import PeekedBatches, can_peek, varies_in_size
+from tflms_sft._batches.planned_step import PlannedStep, Shapes, shapes_of
 from tflms_sft._cluster.worker_watch import workers_watched
-from tflms_sft._keras.batch_limits import BatchLimit, ensure_planned_size, is_image, planned_size_error
-from tflms_sft._keras.first_batches import PeekedBatches, can_peek
-from tflms_sft._keras.messages import exceeds_budget, later_excess_line, over_budget_error, over_budget_warning
+from tflms_sft._keras.messages import (
+    MANY_SIZES,
+    exceeds_budget,
+    later_excess_line,
+    many_sizes_line,
+    over_budget_error,
+    over_budget_warning,
+)
 from tflms_sft._keras.model_checks import build_optimizer, check_model
 from tflms_sft._keras.peak_watch import PeakWatch
 from tflms_sft._keras.replicas import Replicas, StrategyProxy, merges_replicas, num_replicas
@@ -40,7 +56,7 @@ from tflms_sft._params.request import RewriteRequest
 from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._pipeline.build import build_pipeline
 from tflms_sft._planner.traced_step import TracedStep, analyse_step, collector_paused
-from tflms_sft._report.plan import Plan
+from tflms_sft._report.plan import Plan, amend_plan
 from tflms_sft._report.plan_records import Measurement
 from tflms_sft._rewrite.measure import watch_tier
 from tflms_sft._rewrite.rewrite import rewrite_traced
@@ -87,8 +103,6 @@ class StepPatch:
 
     Attributes:
         model: The model.
-        plan: Plan of the first traced signature; `None` before.
-        planning: Stopwatch with the time that planning took.
         kind: The model's step that is patched.
         watch: Measured peaks of the steps.
     """
@@ -110,31 +124,37 @@ class StepPatch:
     ) -> None:
         self.model = model
         self._say = say
-        self.planning = Stopwatch()
         self._owner = owner
         self._training = training
-        self.plan: Plan | None = None
         self._params = params
         self._batch_shape = batch_shape
-        self._first_batch: list[tuple[int, ...]] = []
         self._on_plan = on_plan
         self._on_measured = on_measured
-        self._steps: dict[Any, StepImporter] = {}
+        self._now = PlannedStep()
+        self._planned = [self._now]
+        self._selects_size = False
         self._saved_attributes: dict[str, Any] = {}
         self._jit_compile: Any = None
         self._patched_function: Any = None
-        self._is_measured = False
-        self._has_peeked = False
-        self._batch_limit: BatchLimit | None = None
-        self._variable_bytes: list[int] = []
         self._num_replicas = 1
         self._replicas: Replicas | None = None
         self._corrections = {} if corrections is None else corrections
-        self._is_replanned = False
         self.watch = PeakWatch()
-        self._excess: Measurement | None = None
-        self._correction_before: float | None = None
-        self._has_smallest_plan = False
+
+    @property
+    def plan(self) -> Plan | None:
+        """Plan of the latest step; `None` before the first one."""
+        return self._now.plan
+
+    @property
+    def planning(self) -> Stopwatch:
+        """Stopwatch with the time that this plan took."""
+        return self._now.planning
+
+    @property
+    def is_replanned(self) -> bool:
+        """Tell whether this plan is corrected by the measured peak of an earlier one."""
+        return self._now.is_replanned
 
     def install(self) -> None:
         """Replace the step, after removing the patch that a failed training left behind.
@@ -203,10 +223,16 @@ class StepPatch:
             object.__setattr__(model, kind.make, self._replace_function)
 
     def _replace_function_with_patch(self) -> None:
-        self._steps.clear()
-        self._make_original_function(force=True)
-        self._compiled_function = getattr(self.model, self.kind.function)
+        """Have the step traced again, for one size."""
+        self._planned = [self._now]
+        self._now.importers.clear()
         self._patched_function = self.run  # Bound once, so that `is` recognises it.
+        self._make_function()
+
+    def _make_function(self) -> None:
+        """Have Keras build the compiled function of the present size, and put the patch in its place."""
+        self._make_original_function(force=True)
+        self._now.function = getattr(self.model, self.kind.function)
         setattr(self.model, self.kind.function, self._patched_function)
 
     def _replace_function(self, force: bool = False) -> None:
@@ -227,8 +253,8 @@ class StepPatch:
         if not self.is_installed:
             return
         object.__delattr__(model, self.kind.slot)
-        for importer in self._steps.values():
-            importer.abandon()
+        for planned in self._planned:
+            planned.abandon()
         for name, saved in self._saved_attributes.items():
             if saved is not None:
                 object.__setattr__(model, name, saved)
@@ -256,12 +282,18 @@ class StepPatch:
         """Run the steps of one execution: the model's function while the patch is installed.
 
         Raises:
-            RewriteError: If a batch or an image has another size than the plan allows.
+            RewriteError: If a batch has another size than the plan allows.
         """
         try:
             peeked = self._peek(iterator)
+            if peeked is not None:
+                iterator = peeked.replay()
+            elif isinstance(iterator, Generator):  # Of `train_on_batch`.
+                batches = list(itertools.islice(iterator, self.model.steps_per_execution))
+                self._select_size(batches[0])
+                iterator = iter(batches)
             with workers_watched():
-                return self._run_measured(iterator if peeked is None else peeked.replay(), peeked)
+                return self._run_measured(iterator, peeked)
         except (StopIteration, tf.errors.OutOfRangeError):
             raise  # The normal end of an epoch.
         except BaseException as error:
@@ -272,8 +304,9 @@ class StepPatch:
             raise size_error from None
 
     def _run_measured(self, iterator: Any, peeked: PeekedBatches | None) -> Any:
-        """Run the steps, and report the measured peak of the first execution."""
-        first = not self._is_measured
+        """Run the steps, and report the measured peak of the first execution of a plan."""
+        now = self._now
+        first = not now.is_measured
         if first:
             self._rates()  # A calibration would allocate memory during the step.
         # The statistics are those of one device.
@@ -281,18 +314,18 @@ class StepPatch:
         if first and has_statistics and peeked is not None:
             peeked.wait_until_prefetched()
             self.watch.start(self._tiers)
-        result = self._compiled_function(iterator)
-        if self.plan is None:
+        result = now.function(iterator)
+        if now.plan is None:
             return result
         if first:
-            self._is_measured = True
+            now.is_measured = True
             tf.nest.map_structure(lambda value: value.numpy() if hasattr(value, "numpy") else value, result)
-            step_bytes = [*self._variable_bytes, *(peeked.bytes_on_device() if peeked is not None else ())]
-            self.plan.measured = self.watch.stop(step_bytes, self._tiers)
-            self._on_measured(self.plan)
-            self._enforce_budget(self.plan)
+            step_bytes = [*now.variable_bytes, *(peeked.bytes_on_device() if peeked is not None else ())]
+            now.plan.measured = self.watch.stop(step_bytes, self._tiers)
+            self._on_measured(now.plan)
+            self._enforce_budget(now.plan)
         else:
-            self._report_excess(self.plan, self.watch.stop(self._variable_bytes, self._tiers))
+            self._report_excess(now.plan, self.watch.stop(now.variable_bytes, self._tiers))
         return result
 
     def _rates(self) -> MachineRates:
@@ -304,50 +337,47 @@ class StepPatch:
         Raises:
             BudgetError: If the plan was corrected before.
         """
-        if not exceeds_budget(plan) or self._has_smallest_plan:
+        if not exceeds_budget(plan) or self._now.has_smallest_plan:
             return
-        if self.is_replanned:
+        if self._now.is_replanned:
             raise over_budget_error(plan)
         assert plan.measured is not None
         if self._say is None:  # Otherwise `on_measured` has printed a line.
             warnings.warn(over_budget_warning(plan), stacklevel=2)
-        self._is_replanned = True
+        self._now.is_replanned = True
         self._corrections[self._correction_key] = plan.measured.peak_bytes / plan.predicted.peak_bytes
         self._discard_plan()
 
     def _report_excess(self, plan: Plan, measured: Measurement | None) -> None:
         """Say once for each plan that a later step exceeded the budget, and have the next epoch planned again."""
-        if measured is None or self._excess is not None or not exceeds_budget(plan, measured):
+        if measured is None or self._now.excess is not None or not exceeds_budget(plan, measured):
             return
-        self._excess = measured
-        text = later_excess_line(plan, measured)
+        self._now.excess = measured
+        self._tell(later_excess_line(plan, measured))
+
+    def _tell(self, text: str) -> None:
+        """Print a line, or warn where no lines are printed."""
         if self._say is None:
             warnings.warn(text, stacklevel=2)
         else:
             self._say(text)
 
     def plan_again_after_excess(self) -> None:
-        """Discard a plan that a later step exceeded the budget with, so that the next step is planned again.
+        """Discard the plans that a later step exceeded the budget with, so that the next step is planned again.
 
         The peak of that step corrects the memory model. If no corrected plan fits, the present one stays.
         """
-        if self._excess is None or self.plan is None or self._has_smallest_plan:
-            return
-        self._correction_before = self._corrections.get(self._correction_key, 1.0)
-        self._corrections[self._correction_key] = self._excess.peak_bytes / self.plan.predicted.peak_bytes
-        self._discard_plan()
+        for planned in self._planned:
+            if planned.excess is None or planned.plan is None or planned.has_smallest_plan:
+                continue
+            planned.correction_before = self._corrections.get(self._correction_key, 1.0)
+            self._corrections[self._correction_key] = planned.excess.peak_bytes / planned.plan.predicted.peak_bytes
+            self._now = planned
+            self._discard_plan()
 
     def _discard_plan(self) -> None:
-        self.plan = self._excess = None
-        self._is_measured = self._has_peeked = False
-        for importer in self._steps.values():
-            importer.abandon()
-        self._replace_function_with_patch()
-
-    @property
-    def is_replanned(self) -> bool:
-        """Tell whether the plan is corrected by the measured peak of an earlier one."""
-        return self._is_replanned
+        self._now.discard()
+        self._make_function()
 
     @property
     def _correction_key(self) -> Any:
@@ -355,34 +385,67 @@ class StepPatch:
         return (id(self.model), self.kind.slot)
 
     def _peek(self, iterator: Any) -> PeekedBatches | None:
-        """Fetch the batches of the first execution, to measure it or to learn their shapes; `None` if not needed.
+        """Fetch the batches of an execution, to measure it or to learn their shapes; `None` if not needed.
 
         The step may be traced with unknown sizes, but the planner needs static ones.
         """
-        if self._is_measured or self._has_peeked or not can_peek(iterator):
+        if not can_peek(iterator):
             return None
-        is_shape_known = bool(self._batch_shape or self._first_batch) or self.plan is not None
-        if is_shape_known and (self._params.pipeline is not None or not properties.has_allocator_stats()):
-            return None
-        self._has_peeked = True
+        selects = self._can_select_size and varies_in_size(iterator)
+        now = self._now
+        is_shape_known = bool(self._batch_shape or now.shapes) or now.plan is not None
+        if not selects:
+            if now.is_measured or now.has_peeked:
+                return None
+            if is_shape_known and (self._params.pipeline is not None or not properties.has_allocator_stats()):
+                return None
         peeked = PeekedBatches(iterator, self.model.steps_per_execution)
-        if not is_shape_known:
+        if selects:
+            self._select_size(peeked.first)
+        elif not is_shape_known:
             self._remember_shapes(peeked.first)
+        self._now.has_peeked = True
         return peeked
 
     @property
+    def _can_select_size(self) -> bool:
+        """Tell whether each execution has batches of one size, and can have a plan of its own."""
+        return self.model.steps_per_execution == 1 and self._params.pipeline is None and self._replicas is None
+
+    def _select_size(self, batch: Any) -> None:
+        """Continue with the step for the size of a batch. It is planned when it runs for the first time."""
+        if not self._can_select_size:
+            return
+        shapes = shapes_of(batch)
+        self._selects_size = True
+        if not self._now.shapes:
+            self._now.shapes = shapes
+        if self._now.holds_for(shapes):
+            return
+        fitting = (planned for planned in self._planned if planned.holds_for(shapes))
+        self._now = next(fitting, None) or self._for_new_size(shapes)
+
+    def _for_new_size(self, shapes: Shapes) -> PlannedStep:
+        """Return a step for another size."""
+        self._now = PlannedStep(shapes)
+        self._planned.append(self._now)
+        if len(self._planned) == MANY_SIZES:
+            self._tell(many_sizes_line())
+        self._make_function()
+        return self._now
+
+    @property
     def _tiers(self) -> list[Tier]:
-        return [tier for importer in self._steps.values() for tier in importer.tiers]
+        return [tier for importer, _ in self._now.importers.values() for tier in importer.tiers]
 
     def _remember_shapes(self, data: Any) -> None:
-        data = data if self._replicas is None else self._replicas.split(data)
-        self._first_batch = [tuple(tensor.shape) for tensor in tf.nest.flatten(data)]
+        self._now.shapes = shapes_of(data if self._replicas is None else self._replicas.split(data))
 
     @property
     def _image_batch_shape(self) -> tuple[int, ...] | None:
         """Shape of the largest batch of images of one replica: as given, or that of the first batch."""
         if self._batch_shape is None:
-            return max(self._first_batch, key=len, default=None)
+            return max(self._now.shapes, key=len, default=None)
         return (-(-self._batch_shape[0] // self._num_replicas), *self._batch_shape[1:])
 
     @tf.autograph.experimental.do_not_convert
@@ -393,20 +456,23 @@ class StepPatch:
         """
         if tf.executing_eagerly():
             return self._original(data)
+        now = self._now
         specs = tf.nest.pack_sequence_as(data, list(map(self._spec, tf.nest.flatten(data), itertools.count())))
         key = tuple(tf.nest.flatten(specs))
-        if not self._first_batch and all(s is None or s.shape.is_fully_defined() for s in key):
-            self._first_batch = [() if s is None else tuple(s.shape) for s in key]
-        if key not in self._steps:
+        if not now.shapes and all(s is None or s.shape.is_fully_defined() for s in key):
+            now.shapes = [() if s is None else tuple(s.shape) for s in key]
+        if key not in now.importers:
             # Not under `tf.init_scope`, which would pause the gradient tapes of the step.
-            self._steps[key] = self._rewrite(specs)
-            if not self._is_measured and properties.has_allocator_stats():
-                for tier in self._steps[key].tiers:
+            now.importers[key] = self._rewrite(specs, tf.nest.map_structure(self._open_spec, data))
+            if not now.is_measured and properties.has_allocator_stats():
+                for tier in now.importers[key][0].tiers:
                     watch_tier(tier)
-        flat = self._check_batch_size([t for t in tf.nest.flatten(data) if t is not None])
-        pairs = zip(flat, [s for s in key if s is not None], strict=True)
+        importer, planned = now.importers[key]
+        flat = [t for t in tf.nest.flatten(data) if t is not None]
+        flat = flat if now.batch_limit is None else now.batch_limit.check_batch(flat)
+        pairs = zip(flat, [s for s in tf.nest.flatten(planned) if s is not None], strict=True)
         checked = [ensure_planned_size(t, s.shape) if isinstance(s, tf.TensorSpec) else t for t, s in pairs]
-        return self._steps[key](tf.nest.flatten(checked, expand_composites=True))
+        return importer(tf.nest.flatten(checked, expand_composites=True))
 
     @tf.autograph.experimental.do_not_convert
     def _run_replicas(self, data: Any) -> Any:
@@ -418,65 +484,74 @@ class StepPatch:
         """Tell whether a function that is passed to `strategy.run` is the step that Keras traces."""
         return bool(function == self.step)
 
-    def _check_batch_size(self, flat: list[Any]) -> list[Any]:
-        """Return the tensors of a batch with a run-time check that the plan holds for its size."""
-        if self._batch_limit is None:
-            return flat
-        max_rank = max((t.shape.rank or 0 for t in flat), default=0)
-        has_batch = [is_image(t.shape) or max_rank > 0 and t.shape.rank == max_rank for t in flat]
-        return [
-            self._batch_limit.check(t) if batched and t.shape[0] is None and isinstance(t, tf.Tensor) else t
-            for t, batched in zip(flat, has_batch, strict=True)
-        ]
-
-    def _spec(self, tensor: Any, position: int) -> Any:
-        """Return the spec of one input, with the image size of the first batch where the data set's is unknown."""
+    def _open_spec(self, tensor: Any) -> Any:
+        """Return the spec of one input as the data set gives it; `None` for `None`."""
         if tensor is None:
             return None
         if not isinstance(tensor, tf.Tensor):
             return tf.type_spec_from_value(tensor)
-        shape = tensor.shape.as_list() if tensor.shape.rank is not None else None
-        first = self._first_batch[position] if position < len(self._first_batch) else None
-        known = first or self._batch_shape
-        if shape is not None and known is not None and len(shape) == len(known) and is_image(tensor.shape):
-            shape[1:-1] = [k if s is None else s for s, k in zip(shape[1:-1], known[1:-1], strict=True)]
-        return tf.TensorSpec(shape, tensor.dtype)
+        return tf.TensorSpec(tensor.shape, tensor.dtype)
 
-    def _rewrite(self, specs: Any) -> StepImporter:
+    def _spec(self, tensor: Any, position: int) -> Any:
+        """Return the spec of one input, with the sizes of the first batch where those of the data set are unknown."""
+        spec = self._open_spec(tensor)
+        if not isinstance(spec, tf.TensorSpec) or not spec.shape.rank:
+            return spec
+        shapes = self._now.shapes
+        known = (shapes[position] if position < len(shapes) else None) or self._batch_shape or ()
+        # Where no plan can be made for another size, text of any length keeps the step for any length.
+        if len(known) != spec.shape.rank or not (self._selects_size or is_image(spec.shape)):
+            return spec
+        inner = [k if s is None else s for s, k in zip(spec.shape[1:], known[1:], strict=True)]
+        return tf.TensorSpec([spec.shape[0], *inner], spec.dtype)
+
+    def _rewrite(self, specs: Any, open_specs: Any) -> tuple[StepImporter, Any]:
+        """Trace and rewrite the step for `specs`; trace it for `open_specs`, of any size, if nothing is rewritten.
+
+        Returns:
+            The step, and the specs that it holds for.
+        """
         if self._params.pipeline is not None:
-            return self._rewrite_pipeline(specs)
+            return self._rewrite_pipeline(specs), specs
+        now, shape = self._now, self._image_batch_shape
         with recorded_layers() as record:
             traced = keras_function(self._original).get_concrete_function(specs)
         record.finish(traced.graph)
         check_image_sizes(traced)
-        self._check_batch_shape(traced)
-        shape = self._image_batch_shape
-        self._require_batch_size(traced, shape)
+        if len(self._planned) == 1:
+            check_batch_shape(traced, self._batch_shape, self.model.name)
+        if shape is None and self._params.has_budget:
+            require_batch_size(traced)
         with collector_paused(), told_if_slow(f"tflms-sft: {self._params.aim()} ...", self._say) as stopwatch:
             mode = CanonicalMode.EXACT if self._params.tiles is None else CanonicalMode.TILING
             analysed = analyse_step(traced, record, shape[0] if shape else None, mode)
             analysed.use_rates(self._rates())
             analysed.correction = self._corrections.get(self._correction_key, 1.0)
             analysed.variables += self._untouched_variable_bytes(traced)
-            importer, plan = self._planned(analysed)
-        if self.plan is None:
-            self.plan, self.planning = plan, stopwatch
-            self._variable_bytes = analysed.variables
+            importer, plan = self._rewrite_analysed(analysed)
+        if len(self._planned) > 1 and shape is not None:
+            plan = amend_plan(plan, f"for batches of {'x'.join(map(str, shape))}, as each size has a plan of its own")
+        if now.plan is None:
+            now.plan, now.planning = plan, stopwatch
+            now.variable_bytes = analysed.variables
             if isinstance(self._params.tiles, AutoParams):
                 budget = dataclasses.replace(self._params.tiles, memory_budget=plan.memory_budget)
-                self._batch_limit = BatchLimit(plan, analysed, budget)
+                now.batch_limit = BatchLimit(plan, analysed, budget)
             self._on_plan(plan)
-        return importer
+        if self._selects_size and not plan.changed and specs != open_specs:
+            traced = keras_function(self._original).get_concrete_function(open_specs)
+            return StepImporter(from_concrete_function(traced), traced), open_specs
+        return importer, specs
 
-    def _planned(self, analysed: TracedStep) -> tuple[StepImporter, Plan]:
+    def _rewrite_analysed(self, analysed: TracedStep) -> tuple[StepImporter, Plan]:
         """Rewrite the step; after an excess of a later step by the plan before, if no corrected one fits."""
-        before, self._correction_before = self._correction_before, None
+        before, self._now.correction_before = self._now.correction_before, None
         try:
             return rewrite_traced(analysed, self._params)
         except BudgetError:
             if before is None:
                 raise
-        self._has_smallest_plan = True
+        self._now.has_smallest_plan = True
         self._corrections[self._correction_key] = analysed.correction = before
         return rewrite_traced(analysed, self._params)
 
@@ -485,9 +560,10 @@ class StepPatch:
         function.get_concrete_function(specs)  # Creates variables, so that all traces that are compared find them.
         with collector_paused(), told_if_slow(f"tflms-sft: {self._params.aim()} ...", self._say) as stopwatch:
             traced, importer, plan = build_pipeline(function, self._params, (specs,), {}, shape[0] if shape else None)
-        if self.plan is None:
-            self.plan, self.planning = plan, stopwatch
-            self._variable_bytes = tf_internals.variable_sizes(traced)
+        now = self._now
+        if now.plan is None:
+            now.plan, now.planning = plan, stopwatch
+            now.variable_bytes = tf_internals.variable_sizes(traced)
             self._on_plan(plan)
         return importer
 
@@ -495,31 +571,6 @@ class StepPatch:
         """Return the bytes of each variable that is in memory while the step runs but that it does not use."""
         del traced
         return []
-
-    def _check_batch_shape(self, traced: Any) -> None:
-        """Refuse a `batch_shape` that none of the step's images can have."""
-        given = self._batch_shape
-        images = [t.shape for t in _arguments(traced) if given and t.shape.rank == len(given)]
-        if given and images and not any(shape[1:].is_compatible_with(given[1:]) for shape in images):
-            raise ValueError(
-                f"`batch_shape` must be the shape of an input of model {self.model.name!r}: "
-                f"{' or '.join(str(tuple(shape)) for shape in images)}. Received: batch_shape={given}."
-            )
-
-    def _require_batch_size(self, traced: Any, shape: Any) -> None:
-        if shape or not self._params.has_budget:
-            return
-        for tensor in _arguments(traced):
-            if is_image(tensor.shape) and tensor.shape[0] is None:
-                raise RewriteError(
-                    f"The batch size of `{tensor.name}` is unknown: {tensor.shape}, and a budget needs one. "
-                    "Pass `batch_shape=`, the shape of the largest batch of images."
-                )
-
-
-def _arguments(traced: Any) -> list[Any]:
-    """Return the inputs of a traced step without its captured tensors."""
-    return traced.inputs[: len(traced.inputs) - len(traced.captured_inputs)]
 
 
 def check_not_patched(model: Any) -> None:

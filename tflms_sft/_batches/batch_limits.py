@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,13 +22,50 @@ def is_image(shape: tf.TensorShape) -> bool:
     return shape.rank in (3, 4, 5)
 
 
+def check_batch_shape(traced: Any, given: tuple[int, ...] | None, model: str) -> None:
+    """Refuse a `batch_shape` that none of the images of a traced step can have.
+
+    Raises:
+        ValueError: With the shapes of the images.
+    """
+    images = [t.shape for t in _arguments(traced) if given and t.shape.rank == len(given)]
+    if given and images and not any(shape[1:].is_compatible_with(given[1:]) for shape in images):
+        raise ValueError(
+            f"`batch_shape` must be the shape of an input of model {model!r}: "
+            f"{' or '.join(str(tuple(shape)) for shape in images)}. Received: batch_shape={given}."
+        )
+
+
+def require_batch_size(traced: Any) -> None:
+    """Refuse a traced step that is planned for a budget and takes images of unknown batch size.
+
+    Raises:
+        RewriteError: With the remedy.
+    """
+    for tensor in _arguments(traced):
+        if is_image(tensor.shape) and tensor.shape[0] is None:
+            raise RewriteError(
+                f"The batch size of `{tensor.name}` is unknown: {tensor.shape}, and a budget needs one. "
+                "Pass `batch_shape=`, the shape of the largest batch of images."
+            )
+
+
+def _arguments(traced: Any) -> list[Any]:
+    """Return the inputs of a traced step without its captured tensors."""
+    return traced.inputs[: len(traced.inputs) - len(traced.captured_inputs)]
+
+
 def ensure_planned_size(tensor: Any, shape: Any) -> Any:
-    """Return the tensor with its planned shape, checked at run time where the image size is not static."""
-    if tensor.shape.is_compatible_with(shape) and not tensor.shape.is_fully_defined() and is_image(shape):
+    """Return the tensor with its planned shape, checked at run time where the size of the data set is not static."""
+    if not tensor.shape.is_compatible_with(shape) or not shape.rank:
+        return tf.ensure_shape(tensor, shape)
+    sizes = zip(tensor.shape, shape, strict=True)
+    if any(size is None and planned is not None for size, planned in sizes) and is_image(shape):
         planned = shape.as_list()[1:-1]
         text = (
             f"The step is planned for images of {'x'.join(map(str, planned))}, the size of the first batch or of "
-            "`batch_shape`. Train on images of one size, or resize or pad them."
+            "`batch_shape`. Train with `steps_per_execution=1` and without replicas or stages, where each size gets a "
+            "plan of its own, or resize or pad them to one size."
         )
         size = tf.shape(tensor)[1:-1]
         tensor = assert_in_step(tensor, tf.reduce_all(size == planned), text, size)
@@ -70,6 +108,15 @@ class BatchLimit:
         self._traced = None if plan.changed else traced
         self._limit = limit_of(traced, params)
         self._fits_by_batch_size: dict[int, bool] = {}
+
+    def check_batch(self, tensors: Sequence[Any]) -> list[Any]:
+        """Return the tensors of a batch with a run-time check of those that have the batch axis and an open size."""
+        max_rank = max((t.shape.rank or 0 for t in tensors), default=0)
+        has_batch = [is_image(t.shape) or max_rank > 0 and t.shape.rank == max_rank for t in tensors]
+        return [
+            self.check(t) if batched and t.shape[0] is None and isinstance(t, tf.Tensor) else t
+            for t, batched in zip(tensors, has_batch, strict=True)
+        ]
 
     def check(self, tensor: Any) -> Any:
         """Return a tensor of unknown batch size with a run-time check that its batch is not too large."""

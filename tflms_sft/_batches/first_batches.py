@@ -32,6 +32,11 @@ def can_peek(iterator: Any) -> bool:
     return all(isinstance(spec, tf.TensorSpec) for spec in tf.nest.flatten(iterator.element_spec))
 
 
+def varies_in_size(iterator: Any) -> bool:
+    """Tell whether batches of a data set of dense tensors may differ in more than the number of samples."""
+    return any(spec.shape.rank and None in spec.shape[1:] for spec in tf.nest.flatten(iterator.element_spec))
+
+
 class PeekedBatches:
     """The batches of one execution, the first of which has been fetched already.
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tflms_sft._keras import first_batches
-from tflms_sft._keras.first_batches import PeekedBatches, can_peek
+from tflms_sft._batches import first_batches
+from tflms_sft._batches.first_batches import PeekedBatches, can_peek
 
 
 def iterator(number=5, batch=2):

@@ -1,0 +1,183 @@
+"""Tests of trainings whose batches differ in size: each size has a plan of its own."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+from training import SETTINGS, X, Y, both, budgeted, is_plain, net, same, same_history, tiles
+
+import tflms_sft
+from tflms_sft._batches.planned_step import PlannedStep, shapes_of
+from tflms_sft._keras import train_step_patch
+from tflms_sft._report.plan_records import Measurement
+
+IMAGES = tf.TensorSpec((None, None, 24, 3), tf.float64), tf.TensorSpec((None,), tf.int64)
+
+
+def dataset(batches, signature=IMAGES):
+    data = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=signature)
+    return data.apply(tf.data.experimental.assert_cardinality(len(batches)))
+
+
+def cut(rows, start=0, samples=4):
+    return X[start : start + samples, :rows], Y[start : start + samples]
+
+
+@both
+def test_images_of_two_sizes_equal_plain(make, capsys):
+    """The third batch is of the first size again, and the last one smaller."""
+    batches = [cut(24), cut(18), cut(24, 4), cut(18, 8, 2)]
+    model, plain, callback = net(size=None), net(size=None), make(verbose=1)
+    got = model.fit(dataset(batches), epochs=2, callbacks=[callback], **SETTINGS)
+    want = plain.fit(dataset(batches), epochs=2, **SETTINGS)
+    assert same_history(got, want) and same(model, plain) and is_plain(model)
+    started = [line for line in capsys.readouterr().out.splitlines() if "predicted peak" in line]
+    assert len(started) == 2 and "for batches of 4x18x24x3, as each size has a plan of its own" in started[1]
+    assert callback.plan.changed
+
+
+def test_sizes_of_evaluation_and_prediction_equal_plain():
+    batches = [cut(24), cut(18), cut(24, 4)]
+    model = net(size=None)
+    want = model.evaluate(dataset(batches), verbose=0), model.predict(dataset(batches), verbose=0)
+    callback = tiles()
+    got = [method(dataset(batches), verbose=0, callbacks=[callback]) for method in (model.evaluate, model.predict)]
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-10)
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-10)
+    assert callback.evaluate_plan.changed and callback.predict_plan.changed
+
+
+def test_sizes_of_train_on_batch_equal_plain():
+    model, plain, plans = net(size=None), net(size=None), []
+    with tflms_sft.budget(model, "700KiB", verbose=0) as patch:
+        for batch in (cut(24), cut(18), cut(24, 4), cut(18, 4)):
+            assert np.allclose(model.train_on_batch(*batch), plain.train_on_batch(*batch), rtol=1e-10)
+            plans.append(patch.plan)
+    assert plans[0] is plans[2] is not plans[1] is plans[3] and plans[0].changed
+    assert same(model, plain)
+
+
+def texts(*lengths):
+    random = np.random.default_rng(0)
+    return [(random.integers(1, 40, (4, length)), random.normal(size=(4, 1))) for length in lengths]
+
+
+def reader():
+    """A network for tokens of any length."""
+    keras.config.set_floatx("float64")
+    keras.utils.set_random_seed(3)
+    token = keras.Input((None,), dtype="int32")
+    x = layers.GRU(8)(layers.Embedding(40, 8)(token))
+    model = keras.Model(token, layers.Dense(1)(x))
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", jit_compile=False)
+    return model
+
+
+TOKENS = tf.TensorSpec((None, None), tf.int64), tf.TensorSpec((None, 1), tf.float64)
+
+
+def test_padded_texts_that_fit_share_one_plan_for_shorter_ones(capsys):
+    """A step that is not rewritten is traced for any length; a longer text is planned first."""
+    model, plain = reader(), reader()
+    callback = tflms_sft.MemoryBudget("1GiB")
+    batches = texts(16, 9, 21)
+    got = model.fit(dataset(batches, TOKENS), callbacks=[callback], **SETTINGS)
+    want = plain.fit(dataset(batches, TOKENS), **SETTINGS)
+    assert same_history(got, want) and same(model, plain) and not callback.plan.changed
+    assert capsys.readouterr().out.count("nothing rewritten") == 2
+
+
+def test_padded_texts_that_swap_equal_plain(capsys, monkeypatch):
+    monkeypatch.setattr(train_step_patch, "MANY_SIZES", 3)
+    model, plain = reader(), reader()
+    callback = tflms_sft.LMS(min_bytes=0, tier="disk")
+    batches = texts(16, 9, 16, 21)
+    got = model.fit(dataset(batches, TOKENS), callbacks=[callback], **SETTINGS)
+    want = plain.fit(dataset(batches, TOKENS), **SETTINGS)
+    assert same_history(got, want) and same(model, plain) and callback.plan.swaps
+    assert "sizes so far. Each size is traced and planned for itself" in capsys.readouterr().out
+
+
+def test_length_counts_in_the_predicted_peak():
+    """The length of a text is no batch size: predicted memory grows with it."""
+    peaks = []
+    for length in (16, 64):
+        callback = tflms_sft.MemoryBudget("1GiB", verbose=0)
+        reader().fit(dataset(texts(length), TOKENS), callbacks=[callback], **SETTINGS)
+        peaks.append(callback.plan.predicted.peak_bytes)
+    assert peaks[1] > 2 * peaks[0]
+
+
+def test_second_size_over_budget_raises_and_restores():
+    model = net(size=None)
+    with pytest.raises(tflms_sft.BudgetError) as error:
+        model.fit(dataset([cut(8), (np.tile(X[:4], (1, 40, 1, 1)), Y[:4])]), callbacks=[budgeted()], **SETTINGS)
+    assert error.value.smallest_bytes > 700 * 2**10 and is_plain(model)
+
+
+def test_several_steps_per_execution_of_two_sizes_are_refused():
+    model = net(size=None, steps_per_execution=2)
+    text = "^The step is planned for images of 24x24.*with `steps_per_execution=1`.*Received: 20x24.$"
+    with pytest.raises(tflms_sft.RewriteError, match=text):
+        model.fit(dataset([cut(24), cut(20)]), callbacks=[tiles()], **SETTINGS)
+    assert is_plain(model)
+
+
+class Retrace(keras.callbacks.Callback):
+    """Has the step traced again after each batch, as callbacks that freeze layers do."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.make_train_function(force=True)
+
+
+def test_step_that_is_traced_again_between_sizes_equals_plain():
+    batches = [cut(24), cut(18), cut(24, 4), cut(18, 4)]
+    model, plain, callback = net(size=None), net(size=None), tiles()
+    got = model.fit(dataset(batches), callbacks=[callback, Retrace()], **SETTINGS)
+    assert same_history(got, plain.fit(dataset(batches), **SETTINGS)) and same(model, plain)
+
+
+def test_excess_of_one_size_leaves_the_plans_of_others():
+    """Only the size whose later step needed more than its budget is planned again."""
+    model, plain, callback, plans = net(size=None), net(size=None), budgeted(), []
+    batches = [cut(24), cut(18)]
+
+    class Exceed(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            plans.append(callback._patch.plan)
+
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 0:
+                first = callback._patch._planned[0]
+                first.excess = Measurement(int(1.02 * first.plan.predicted.peak_bytes), "a test")
+
+    got = model.fit(dataset(batches), epochs=2, callbacks=[callback, Exceed()], **SETTINGS)
+    want = plain.fit(dataset(batches), epochs=2, **SETTINGS)
+    assert plans[2] is not plans[0] and plans[3] is plans[1]
+    assert same_history(got, want) and same(model, plain)
+
+
+def planned(shapes, changed):
+    class Plan:
+        pass
+
+    plan = Plan()
+    plan.changed = changed
+    return PlannedStep(shapes, plan=plan)
+
+
+def test_planned_step_holds_for_any_number_of_samples():
+    step = planned([(4, 24, 24, 3), (4,)], changed=True)
+    assert step.holds_for([(2, 24, 24, 3), (2,)])
+    assert not step.holds_for([(4, 20, 24, 3), (4,)]) and not step.holds_for([(4, 24, 24, 3)])
+
+
+def test_planned_step_that_is_not_rewritten_holds_for_smaller_sizes():
+    step = planned([(4, 24, 24, 3), (4,)], changed=False)
+    assert step.holds_for([(4, 20, 24, 3), (4,)]) and not step.holds_for([(4, 20, 25, 3), (4,)])
+
+
+def test_shapes_of_batch_without_weights():
+    assert shapes_of((X[:4], Y[:4], None)) == [(4, 24, 24, 3), (4,), ()]
+    assert shapes_of(tf.ragged.constant([[1.0], [1.0, 2.0]])) == [()]

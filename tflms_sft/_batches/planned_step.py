@@ -1,0 +1,87 @@
+"""The plans of one training for batches of different sizes.
+
+Images and sequences of one training may differ in size, in all axes but that of the batch. A rewritten step holds for
+one size: its tiles, and the peak that was predicted. Each size therefore has a step and a plan of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from rewriters.step_importer import StepImporter
+from tflms_sft._batches.batch_limits import BatchLimit
+from tflms_sft._report.plan import Plan
+from tflms_sft._report.plan_records import Measurement
+from tflms_sft._util.progress import Stopwatch
+
+Shapes = Sequence[tuple[int, ...]]
+
+
+@dataclasses.dataclass
+class PlannedStep:
+    """The step for batches of one size.
+
+    Attributes:
+        shapes: Shapes of the tensors of its first batch; empty before these are known.
+        function: The model's compiled function that runs the step.
+        importers: Rewritten steps by signature, each with the specs that it holds for.
+        plan: Plan of the first signature; `None` before its first step.
+        planning: Stopwatch with the time that planning took.
+        batch_limit: Batch sizes that the plan holds for; `None` without a budget.
+        variable_bytes: Bytes of each variable.
+        is_measured: Whether the peak of its first step has been measured.
+        has_peeked: Whether a batch has been fetched for that measurement.
+        is_replanned: Whether the plan is corrected by the measured peak of an earlier one.
+        excess: Peak of a later step that exceeded the budget.
+        correction_before: Correction of the plan that is discarded because of such an excess.
+        has_smallest_plan: Whether no corrected plan fits, so that this one stays.
+    """
+
+    shapes: Shapes = ()
+    function: Any = None
+    importers: dict[Any, tuple[StepImporter, Any]] = dataclasses.field(default_factory=dict)
+    plan: Plan | None = None
+    planning: Stopwatch = dataclasses.field(default_factory=Stopwatch)
+    batch_limit: BatchLimit | None = None
+    variable_bytes: list[int] = dataclasses.field(default_factory=list)
+    is_measured: bool = False
+    has_peeked: bool = False
+    is_replanned: bool = False
+    excess: Measurement | None = None
+    correction_before: float | None = None
+    has_smallest_plan: bool = False
+
+    def holds_for(self, shapes: Shapes) -> bool:
+        """Tell whether a batch with these shapes can be trained by this step.
+
+        The number of samples does not matter here; see `BatchLimit`. A step that is not rewritten is traced for any
+        size, and keeps the budget with smaller ones.
+        """
+        if [len(shape) for shape in shapes] != [len(shape) for shape in self.shapes]:
+            return False
+        pairs = [pair for a, b in zip(shapes, self.shapes, strict=True) for pair in zip(a[1:], b[1:], strict=True)]
+        if self.plan is not None and not self.plan.changed:
+            return all(size <= planned for size, planned in pairs)
+        return all(size == planned for size, planned in pairs)
+
+    def discard(self) -> None:
+        """Forget the plan, so that the next step is planned again."""
+        self.abandon()
+        self.importers.clear()
+        self.plan = self.excess = None
+        self.is_measured = self.has_peeked = False
+
+    def abandon(self) -> None:
+        """Release everything that a failed step has left in the swap tiers."""
+        for importer, _ in self.importers.values():
+            importer.abandon()
+
+
+def shapes_of(batch: Any) -> Shapes:
+    """Return the shapes of the tensors or arrays of a batch; `()` for one whose size is not known."""
+    shapes = (tf.TensorShape(getattr(leaf, "shape", ())) for leaf in tf.nest.flatten(batch))
+    return [tuple(shape) if shape.is_fully_defined() else () for shape in shapes]
