@@ -250,7 +250,7 @@ def test_predicted_peak_of_tiled_step_is_near_measured(monkeypatch, tiles):
     monkeypatch.setattr(properties, "pools", lambda scale: [ExactAllocator()])
     step = step_of(*blocks())
     fast = tflms_sft.rewrite(step, SFTParams(tiles), IMAGES)
-    measured = np.median([tflms_sft.measure(fast, IMAGES).peak_bytes for _ in range(3)])
+    measured = np.median([tflms_sft.measure(fast, IMAGES).peak_bytes for _ in range(5)])
     assert abs(fast.plan.predicted.peak_bytes - measured) < 0.15 * measured
 
 
