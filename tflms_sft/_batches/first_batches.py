@@ -47,6 +47,7 @@ class PeekedBatches:
 
     Attributes:
         first: The first batch.
+        spec: Specs of a batch, possibly with unknown sizes.
 
     Raises:
         StopIteration: If the iterator is exhausted.
@@ -57,10 +58,11 @@ class PeekedBatches:
         self.first = next(iterator)
         self._fetch_seconds = time.monotonic() - begun
         self._iterator, self._number = iterator, number
+        self.spec = iterator.element_spec
 
     def replay(self) -> Any:
         """Return an iterator over these batches with the element spec of the original iterator."""
-        spec = self._iterator.element_spec
+        spec = self.spec
         if self._number > 1:
 
             def generate() -> Iterator[Any]:

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from rewriters.step_importer import StepImporter
 from tflms_sft._batches.batch_limits import BatchLimit
+from tflms_sft._batches.first_batches import PeekedBatches
 from tflms_sft._report.plan import Plan
 from tflms_sft._report.plan_records import Measurement
 from tflms_sft._util.progress import Stopwatch
@@ -27,7 +28,7 @@ class PlannedStep:
 
     Attributes:
         shapes: Shapes of the tensors of its first batch; empty before these are known.
-        function: The model's compiled function that runs the step.
+        function: The model's compiled function that runs the step on the batches of an iterator.
         importers: Rewritten steps by signature, each with the specs that it holds for.
         plan: Plan of the first signature; `None` before its first step.
         planning: Stopwatch with the time that planning took.
@@ -54,6 +55,28 @@ class PlannedStep:
     excess: Measurement | None = None
     correction_before: float | None = None
     has_smallest_plan: bool = False
+    _on_batch: Any = dataclasses.field(init=False, default=None, repr=False)
+
+    def run(self, batches: Any) -> Any:
+        """Run the compiled function on the batches of an iterator, or on one batch of a data set of open sizes.
+
+        A data set is made anew in ten milliseconds. So the one batch is passed to a function that is traced for the
+        open sizes of its data set.
+        """
+        if not isinstance(batches, PeekedBatches):
+            return self.function(batches)
+        if self._on_batch is None:
+            spec, function = batches.spec, self.function
+
+            def on_batch(*flat: Any) -> Any:
+                return function(iter([tf.nest.pack_sequence_as(spec, flat)]))
+
+            self._on_batch = tf.function(on_batch, input_signature=tf.nest.flatten(spec), autograph=False)
+        return self._on_batch(*tf.nest.flatten(batches.first))
+
+    def use(self, function: Any) -> None:
+        """Run another compiled function from now on."""
+        self.function, self._on_batch = function, None
 
     def holds_for(self, shapes: Shapes) -> bool:
         """Tell whether a batch with these shapes can be trained by this step.

@@ -232,7 +232,7 @@ class StepPatch:
     def _make_function(self) -> None:
         """Have Keras build the compiled function of the present size, and put the patch in its place."""
         self._make_original_function(force=True)
-        self._now.function = getattr(self.model, self.kind.function)
+        self._now.use(getattr(self.model, self.kind.function))
         setattr(self.model, self.kind.function, self._patched_function)
 
     def _replace_function(self, force: bool = False) -> None:
@@ -287,7 +287,7 @@ class StepPatch:
         try:
             peeked = self._peek(iterator)
             if peeked is not None:
-                iterator = peeked.replay()
+                iterator = peeked if self._has_open_sizes(iterator) else peeked.replay()
             elif isinstance(iterator, Generator):  # Of `train_on_batch`.
                 batches = list(itertools.islice(iterator, self.model.steps_per_execution))
                 self._select_size(batches[0])
@@ -303,7 +303,7 @@ class StepPatch:
                 raise
             raise size_error from None
 
-    def _run_measured(self, iterator: Any, peeked: PeekedBatches | None) -> Any:
+    def _run_measured(self, batches: Any, peeked: PeekedBatches | None) -> Any:
         """Run the steps, and report the measured peak of the first execution of a plan."""
         now = self._now
         first = not now.is_measured
@@ -314,7 +314,7 @@ class StepPatch:
         if first and has_statistics and peeked is not None:
             peeked.wait_until_prefetched()
             self.watch.start(self._tiers)
-        result = now.function(iterator)
+        result = now.run(batches)
         if now.plan is None:
             return result
         if first:
@@ -391,7 +391,7 @@ class StepPatch:
         """
         if not can_peek(iterator):
             return None
-        selects = self._can_select_size and varies_in_size(iterator)
+        selects = self._has_open_sizes(iterator)
         now = self._now
         is_shape_known = bool(self._batch_shape or now.shapes) or now.plan is not None
         if not selects:
@@ -411,6 +411,10 @@ class StepPatch:
     def _can_select_size(self) -> bool:
         """Tell whether each execution has batches of one size, and can have a plan of its own."""
         return self.model.steps_per_execution == 1 and self._params.pipeline is None and self._replicas is None
+
+    def _has_open_sizes(self, iterator: Any) -> bool:
+        """Tell whether each batch of a data set is looked at, since it may have a size and a plan of its own."""
+        return self._can_select_size and varies_in_size(iterator)
 
     def _select_size(self, batch: Any) -> None:
         """Continue with the step for the size of a batch. It is planned when it runs for the first time."""
