@@ -109,6 +109,18 @@ def test_length_counts_in_the_predicted_peak():
     assert peaks[1] > 2 * peaks[0]
 
 
+def test_buckets_with_more_shorter_texts_equal_plain(capsys):
+    """A smaller size with more samples than the plan has is planned, too."""
+    random = np.random.default_rng(0)
+    batches = [
+        (random.integers(1, 40, (samples, length)), np.ones((samples, 1))) for samples, length in ((4, 16), (8, 9))
+    ]
+    model, plain = reader(), reader()
+    got = model.fit(dataset(batches, TOKENS), callbacks=[tflms_sft.MemoryBudget("1GiB")], **SETTINGS)
+    assert same_history(got, plain.fit(dataset(batches, TOKENS), **SETTINGS)) and same(model, plain)
+    assert "for batches of 8x9" in capsys.readouterr().out
+
+
 def test_second_size_over_budget_raises_and_restores():
     model = net(size=None)
     with pytest.raises(tflms_sft.BudgetError) as error:
@@ -163,13 +175,13 @@ def planned(shapes, changed):
         pass
 
     plan = Plan()
-    plan.changed = changed
-    return PlannedStep(shapes, plan=plan)
+    plan.changed, plan.batch = changed, 4
+    return PlannedStep(shapes, plan=plan, batch_limit=object())
 
 
-def test_planned_step_holds_for_any_number_of_samples():
+def test_planned_step_holds_for_fewer_samples():
     step = planned([(4, 24, 24, 3), (4,)], changed=True)
-    assert step.holds_for([(2, 24, 24, 3), (2,)])
+    assert step.holds_for([(2, 24, 24, 3), (2,)]) and not step.holds_for([(5, 24, 24, 3), (5,)])
     assert not step.holds_for([(4, 20, 24, 3), (4,)]) and not step.holds_for([(4, 24, 24, 3)])
 
 

@@ -81,10 +81,12 @@ class PlannedStep:
     def holds_for(self, shapes: Shapes) -> bool:
         """Tell whether a batch with these shapes can be trained by this step.
 
-        The number of samples does not matter here; see `BatchLimit`. A step that is not rewritten is traced for any
-        size, and keeps the budget with smaller ones.
+        A plan for a budget holds for fewer samples. A step that is not rewritten is traced for any size, and keeps the
+        budget with smaller ones.
         """
         if [len(shape) for shape in shapes] != [len(shape) for shape in self.shapes]:
+            return False
+        if self.plan is not None and self.batch_limit is not None and _num_samples(shapes) > self.plan.batch:
             return False
         pairs = [pair for a, b in zip(shapes, self.shapes, strict=True) for pair in zip(a[1:], b[1:], strict=True)]
         if self.plan is not None and not self.plan.changed:
@@ -102,6 +104,12 @@ class PlannedStep:
         """Release everything that a failed step has left in the swap tiers."""
         for importer, _ in self.importers.values():
             importer.abandon()
+
+
+def _num_samples(shapes: Shapes) -> int:
+    """Return the leading size of the tensor of the highest rank; 0 for scalars."""
+    largest: tuple[int, ...] = max(shapes, key=len, default=())
+    return largest[0] if largest else 0
 
 
 def shapes_of(batch: Any) -> Shapes:
