@@ -139,7 +139,10 @@ def in_swap_order(
         SerializeScratchGroups(fixed=exchanged),
     ]
     graph = run_pass(EdgePasses(scheduling), analysis.graph).graph
-    return analysis if graph is analysis.graph else GraphAnalysis(graph, scopes, forward)
+    if graph is analysis.graph:
+        return analysis
+    # The edges are no roles: a second forward pass that waits for gradients of the first one is still forward.
+    return GraphAnalysis(graph, scopes, forward, backward={graph.nodes[name] for name in backward})
 
 
 def after_exchanges(analysis: GraphAnalysis) -> set[str]:
