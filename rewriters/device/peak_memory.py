@@ -156,7 +156,9 @@ class _Scheduler:
             return held, reusable
         if reusable is not None and self._num_bytes(tensor) == reusable.num_bytes:
             return reusable, None
-        silent = not properties.allocates(node) or (not self._reads.get(tensor) and node.op in LOOPS)
+        # A loop fills its lists even if nobody reads them; its other unread results count with its iterations.
+        unread = not self._reads.get(tensor) and node.op in LOOPS and tensor.dtype != tf.variant
+        silent = unread or not properties.allocates(node)
         foreign = node.op in _PYTHON_CALLS
         buffer = _Allocation(next(self._keys), 0 if silent else self._num_bytes(tensor), foreign)
         if buffer.num_bytes:

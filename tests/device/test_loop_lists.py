@@ -9,7 +9,7 @@ import tensorflow as tf
 from children import printed
 from gradients import gradient_step
 from keras import layers
-from loops import BATCH, NETS, STEPS, loop_step, nested_step, step_with_weight, unbounded_step
+from loops import BATCH, NETS, STEPS, adversarial_step, loop_step, nested_step, step_with_weight, unbounded_step
 
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize.canonicalize import CanonicalMode, read_canonical
@@ -100,6 +100,23 @@ def test_graph_schedule_lists_live_until_backward_loop():
     ran = next(number for number, event in enumerate(events) if event.name == backward.name and event.key < 0)
     freed = [number for number, event in enumerate(events) if event.key in keys and event.action.value == "free"]
     assert len(freed) == len(keys) and max(freed) > ran
+
+
+def test_graph_schedule_lists_that_nobody_reads_live_while_their_loop_runs():
+    """A loop below another network's loss saves tensors for a gradient that is not asked for."""
+    graph = read_canonical(adversarial_step().get_concrete_function())
+    consumers = graph.consumers()
+
+    def unread(node):
+        lists = (i for i, tensor in enumerate(node.inputs) if tensor.node.op == "EmptyTensorList")
+        return [node.loop.lists[i] for i in lists if not consumers.get(node.out(i))]
+
+    (loop,) = (node for node in graph.nodes.values() if node.op in LOOPS and unread(node))
+    events = graph_schedule(graph, (), 64, []).events
+    ran = next(number for number, event in enumerate(events) if event.name == loop.name and event.key < 0)
+    saved = {event.key: event.num_bytes for event in events[:ran] if event.name == loop.name}
+    assert sum(saved.values()) > 5 * STEPS * 64 * 24 * 4
+    assert saved.keys() <= {event.key for event in events[ran:] if event.action.value == "free"}
 
 
 def test_graph_schedule_constants_of_loop_bodies_live_throughout():

@@ -129,3 +129,28 @@ def step_with_weight(function, size=4, steps=3):
     specs = [tf.TensorSpec((BATCH, size), tf.float64)]
     traced = tf.function(step, input_signature=specs)
     return Step(traced.get_concrete_function(), [weight], batches, traced, specs)
+
+
+def adversarial_step(batch=64, units=24):
+    """A training step of a recurrent GAN: an update of the discriminator, then one of the generator."""
+    shape = (batch, STEPS, units)
+    generator = keras.Sequential([keras.Input(shape[1:]), layers.LSTM(units, return_sequences=True)])
+    discriminator = keras.Sequential([keras.Input(shape[1:]), layers.GRU(units), layers.Dense(1)])
+    for model in (generator, discriminator):
+        model.compile("adam")
+        model.optimizer.build(model.trainable_variables)
+    seeds = keras.random.SeedGenerator(5)
+
+    @tf.function(input_signature=[tf.TensorSpec(shape)])
+    def step(x):
+        for model, sign in ((discriminator, 1.0), (generator, -1.0)):
+            noise = keras.random.normal(shape, seed=seeds)
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.nn.softplus(sign * discriminator(generator(noise))))
+                if model is discriminator:
+                    loss += tf.reduce_mean(tf.nn.softplus(-discriminator(x)))
+            weights = model.trainable_variables
+            model.optimizer.apply(tape.gradient(loss, weights), weights)
+        return loss
+
+    return step

@@ -6,11 +6,23 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from equivalence import TOLERANCE, error
-from loops import BATCH, NETS, STEPS, loop_step, nested_step, step_with_weight, twice_step, while_step
+from loops import (
+    BATCH,
+    NETS,
+    STEPS,
+    adversarial_step,
+    loop_step,
+    nested_step,
+    step_with_weight,
+    twice_step,
+    while_step,
+)
 from swapping import swapped
 
+from rewriters.canonicalize.canonicalize import read_canonical
 from rewriters.ir.graph import LOOPS
 from rewriters.swapping.spill_store import SpillStore
+from rewriters.swapping.swap_pass import SwapOptions, in_swap_order, plan_swaps, without_copies
 from rewriters.swapping.tiers import DiskTier, HostTier
 
 
@@ -155,3 +167,14 @@ def test_write_record_arrays_in_use_are_not_overwritten(tmp_path):
     (first,) = store.read_record(store.write_record([np.ones(1000)], "x"))
     store.write_record([np.zeros(1000)], "x")
     assert first.sum() == 1000
+
+
+@pytest.mark.parametrize("min_bytes", (1, 2**8, 2**12, 2**16))
+def test_plan_swaps_second_forward_pass_swaps_lists_whatever_is_delayed(min_bytes):
+    """Zeros that wait for a first backward pass make no ops of a second forward pass backward."""
+    analysis = without_copies(read_canonical(adversarial_step().get_concrete_function()))
+    plan = plan_swaps(in_swap_order(analysis, min_bytes, BATCH), SwapOptions(), BATCH)
+    filled = [node for node in analysis.order if node.op in LOOPS and node not in analysis.backward]
+    emptied = {swap.tensor.node for swap in plan.swaps if swap.saved is not None}
+    # The gradient of the generator is not computed in the step of the discriminator.
+    assert len(filled) == 5 and len(emptied) == 4
