@@ -77,6 +77,8 @@ def saved_list(graph: Graph, tensor: Tensor, consumers: Consumers) -> SavedList 
     if function_reads(graph, loop, "cond", index) or not _only_changed_by(loop.loop.body, index, push):
         return "the loop also reads the list"
     readers = list(consumers.get(tensor, ()))
+    if not readers:
+        return "the step does not compute its gradient"
     if len(readers) != 1 or readers[0][0].op not in LOOPS:
         return "its consumer is no loop of the backward pass"
     reader, position = readers[0]

@@ -20,7 +20,7 @@ from rewriters.estimates.op_cost import DIRECT, NOMINAL
 from tflms_sft import AutoParams, BudgetError, LMSParams, MemoryBudget
 from tflms_sft._machine.memory_info import free_memory
 from tflms_sft._params.swap_params import SwapParams
-from tflms_sft._planner.budget_search import LESS, TILE_PEAK_FRACTIONS, BudgetPlan, FeasiblePlan, fragmentation_hint
+from tflms_sft._planner.budget_search import LESS, TILE_PEAK_FRACTIONS, BudgetPlan, FeasiblePlan, excess_remedy
 from tflms_sft._planner.swap_planner import NothingToSwapError
 from tflms_sft._planner.swap_search import SwapSearch
 from tflms_sft._planner.traced_step import analyse_step
@@ -276,10 +276,16 @@ def test_fit_with_budget_equals_plain_training(body, part, capfd):
 
 
 @pytest.mark.parametrize("off", [1.12, 39 / 28, 2.0, 45.0])
-def test_fragmentation_hint_headroom_covers_measured_ratio(off):
-    (headroom,) = re.findall("`headroom=([0-9.]+)`", fragmentation_hint(off, 1000, int(1000 / off)))
+def test_excess_remedy_headroom_covers_measured_ratio(off):
+    (headroom,) = re.findall("`headroom=([0-9.]+)`", excess_remedy(off, 1000, int(1000 / off), is_used=True))
     assert off * (1 - float(headroom)) <= 1 < off * (1 - float(headroom) + 0.02) and float(headroom) < 1
-    assert "no plan is so small that more `headroom` would do" in fragmentation_hint(off, 1000, int(1000 / off) + 2)
+    least = int(1000 / off) + 2
+    assert "no plan is so small that more `headroom` would do" in excess_remedy(off, 1000, least, is_used=True)
+
+
+def test_excess_remedy_in_fresh_process_names_no_other():
+    assert excess_remedy(2.0, 1000, 500, is_used=False) == "Leave more of the budget free, such as `headroom=0.5`."
+    assert not excess_remedy(2.0, 1000, 600, is_used=False)
 
 
 # Slow plans ---------------------------------------------------------------------------------------------------
@@ -492,7 +498,9 @@ def test_budget_error_below_variables_says_so():
     image = x = keras.Input((64, 64, 3))
     step = gradient_step(keras.Model(image, layers.Dense(50)(layers.Flatten()(layers.Conv2D(4, 3)(x)))))
     text, _ = remedy(step, "1MiB", 1)
-    assert "weights and optimizer slots alone exceed it" in text
+    (enough,) = re.findall(r'Pass memory_budget="(\w+)" or more: weights and optimizer slots alone are \d.*MiB\.', text)
+    plan = tflms_sft.rewrite(step, AutoParams(enough), tf.TensorSpec((1, 64, 64, 3))).plan
+    assert plan.predicted.peak_bytes <= 0.9 * plan.memory_budget
 
 
 def rolled(x):

@@ -8,13 +8,20 @@ import pytest
 import tensorflow as tf
 from gradients import gradient_step
 from keras import layers
+from loops import adversarial_step
 
 import tflms_sft
+from rewriters.canonicalize.canonicalize import CanonicalMode
 from rewriters.device import kernel_scratch, properties
 from tflms_sft import AutoParams, BudgetError, LMSParams, SegmentSpec, SFTParams
+from tflms_sft._planner.traced_step import analyse_step
+from tflms_sft._report.peak_report import PeakNames
 from tflms_sft._report.summary import transient_memory
+from tflms_sft._trace.layer_names import display_names
+from tflms_sft._trace.step_tracing import trace_step
 
 SPEC = tf.TensorSpec((2, 32, 32, 3), tf.float64)
+SPEC32 = tf.TensorSpec((2, 32, 32, 3))
 TILES = SFTParams((4, 4), [SegmentSpec("photo", "pool")])
 
 
@@ -96,3 +103,57 @@ def test_transient_memory_text_names_parts():
     assert transient_memory(items) == [("an iteration, 1.00 MiB of it a kernel", 3 * 2**20)]
     items = (("an iteration", 2**20 + 9), ("a kernel", 2**20))
     assert transient_memory(items) == [("an iteration, nearly all of it a kernel", 2**20 + 9)]
+
+
+def test_op_without_layer_is_described():
+    image = keras.Input((32, 32, 3), name="photo")
+    model = keras.Model(image, layers.Conv2D(4, 3, name="only")(image))
+
+    @tf.function
+    def plain(images):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(images) ** 2)
+        return loss, tape.gradient(loss, model.trainable_variables)
+
+    plan = tflms_sft.rewrite(plain, AutoParams("1GiB"), SPEC32).plan
+    names = [name for name, _ in plan.original.largest]
+    assert "gradient_tape/Tile (Tile, of no layer)" in names and not any(":" in name for name in names), names
+
+
+def test_zeros_for_a_result_without_gradient_have_the_layer_of_their_reader():
+    step = adversarial_step()
+    concrete_fn, record = trace_step(step, (), {})
+    traced = analyse_step(concrete_fn, record, mode=CanonicalMode.TILING)
+    names = PeakNames(traced.analysis, record, display_names(traced.analysis.graph, record))
+    zeros = [node.name for node in traced.analysis.order if node.name.startswith("zeros_like")]
+    assert zeros and all(re.fullmatch(r"gru\w* \(ZerosLike(, backward)?\)", names.op(name)) for name in zeros), zeros
+    (argument,) = (t.node.name for t in traced.analysis.graph.inputs if t.dtype == tf.float32)
+    assert names.op(argument) == "argument 1 of the step"
+    assert names.op("no such op") == "no such op"
+    draw = next(node.name for node in traced.analysis.order if node.op == "StatelessRandomNormalV2")
+    assert names.op(draw) == f"{draw} (StatelessRandomNormalV2, of no layer)"
+
+
+def test_swapped_tensors_have_layer_names():
+    """In the graph with swaps: elements of loops, tensors of tile loops, and their copies."""
+    plan = tflms_sft.rewrite(step(), [TILES, LMSParams(min_bytes=0, tier="disk")], SPEC).plan
+    assert plan.swaps and all("/" not in swap.tensor for swap in plan.swaps), plan.swaps
+    assert all("/" not in name for name, size in plan.predicted.largest if size > 2**10), plan.predicted.largest
+    plan = tflms_sft.rewrite(adversarial_step(), LMSParams(min_bytes=0, tier="disk")).plan
+    elements = {swap.tensor for swap in plan.swaps if swap.tensor.endswith(" in every iteration")}
+    assert all(re.fullmatch(r"(gru|lstm)\w* \((a state|\w+)\) in every iteration", name) for name in elements), elements
+    assert any("(a state)" in name for name in elements)
+    controls = {control for swap in plan.swaps for control in swap.controls}
+    assert any(re.fullmatch(r"(gru|lstm)\w* \(StatelessWhile, backward\)", control) for control in controls), controls
+    (name,) = {name for name, reason in plan.not_swapped if reason == "the step does not compute its gradient"}
+    assert re.fullmatch(r"lstm\w* \(While\)", name)
+
+
+def test_swapped_in_tensor_at_peak_is_named_after_its_source():
+    concrete_fn, record = trace_step(step(), (SPEC,), {})
+    traced = analyse_step(concrete_fn, record, 2)
+    graph = traced.analysis.graph
+    names = PeakNames(traced.analysis, record, display_names(graph, record))
+    pool = next(node.name for node in graph.nodes.values() if node.op == "MaxPool")
+    assert names.tensor_called(f"lms/{pool}/swap_in_0:0", graph) == "pool, swapped in"
+    assert names.tensor_called("lms/other_1/swap_in_0:0", graph) == "lms/other_1/swap_in_0:0"

@@ -139,7 +139,7 @@ def test_left_alone_reason_of_metrics_is_specific():
     plan = tflms_sft.rewrite(step, tflms_sft.SFTParams((2, 2)), *specs).plan
     lines = [line.strip() for line in plan.summary().splitlines()]
     reason = "a roll along an axis of the image needs rows from both ends; only metrics or results need it"
-    assert f"Roll: {reason}" in lines
+    assert f"op 'Roll' of no layer: Roll: {reason}" in lines
     assert "not in the predicted peak" not in plan.summary()  # A cross-entropy of pixels is.
 
 

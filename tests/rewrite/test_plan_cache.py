@@ -123,18 +123,28 @@ def test_saved_plan_trains_without_search_as_plain(tmp_path, monkeypatch):
 def test_unusable_plan_file_is_refused_with_reason(tmp_path):
     path, other = tmp_path / "plan.json", tmp_path / "other.json"
     planned(vgg, AutoParams(budget_of(vgg), headroom=0)).save(path)
-    other.write_text("no plan")
+    removed = tmp_path / "removed.json"
+    for file in (other, removed):
+        file.write_text("no plan")
     reasons = {
         AutoParams(plan=path): "is for another step, batch size (that of a smaller last batch counts, too) or version",
         AutoParams("1MiB", plan=str(other)): "holds no plan that can be read",
-        AutoParams("2MiB", plan=tmp_path): "holds no plan that can be read",
-        AutoParams("1MiB", plan=str(tmp_path / "none.json")): "does not exist",
+        AutoParams("1MiB", plan=str(removed)): "does not exist",
     }
+    removed.unlink()
     for params, reason in reasons.items():
         with pytest.raises(RewriteError, match=f"`plan` must name a file that .*', which {re.escape(reason)}"):
             planned(unet_2d, params)
     with pytest.raises(TypeError, match="`plan` must be a path. Received: plan=3"):
         AutoParams("1MiB", plan=3)
+
+
+@pytest.mark.parametrize("params", (AutoParams, tflms_sft.MemoryBudget))
+def test_plan_that_is_no_file_is_refused_at_construction(params, tmp_path):
+    for path in ("none.json", tmp_path / "none.json", tmp_path):
+        received = re.escape(f"Received: plan={str(path)!r}.")
+        with pytest.raises(ValueError, match=f"`plan` must be an existing file that `Plan.save` wrote. {received}"):
+            params(plan=path)
 
 
 def test_saved_plan_above_budget_is_refused_before_training(tmp_path):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tflms_sft._util.byte_sizes import format_bytes, format_excess, parse_bytes
+from tflms_sft._util.byte_sizes import enough_bytes, format_bytes, format_excess, parse_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -97,3 +97,9 @@ def test_format_bytes_round_trips_through_parse_bytes(amount):
 )
 def test_format_excess_shows_that_sizes_differ(amount, limit, texts):
     assert format_excess(amount, limit) == texts
+
+
+@pytest.mark.parametrize("amount", [1, 999, 10240, 113347, 53842205, 2**33 + 1, 2**33, 2**50])
+def test_enough_bytes_is_a_budget_of_at_least_as_much(amount):
+    text = enough_bytes(amount)
+    assert amount <= parse_bytes(text, "memory_budget") < 1.1 * amount + 1 and " " not in text

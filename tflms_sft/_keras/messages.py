@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rewriters.device import properties
 from rewriters.errors import BudgetError
-from tflms_sft._planner.budget_search import fragmentation_hint
+from tflms_sft._planner.budget_search import excess_remedy
 from tflms_sft._report.plan import Plan
 from tflms_sft._report.plan_records import Measurement
 from tflms_sft._util.byte_sizes import format_bytes, format_excess
@@ -54,15 +54,20 @@ def many_sizes_line() -> str:
     )
 
 
-def over_budget_error(plan: Plan) -> BudgetError:
-    """Return the error for a second plan that exceeds the budget although it accounts for the measured peak."""
+def over_budget_error(plan: Plan, *, is_used: bool) -> BudgetError:
+    """Return the error for a second plan that exceeds the budget although it accounts for the measured peak.
+
+    Args:
+        plan: The second plan.
+        is_used: Whether much other memory had been in use in the process before the first step.
+    """
     assert plan.memory_budget is not None and plan.measured is not None
     used, budget = format_excess(plan.measured.peak_bytes, plan.memory_budget)
     error = BudgetError(
         f"The step exceeds `memory_budget` although its plan was corrected by the first measurement: measured "
         f"{used} ({plan.measured.source}), predicted {format_bytes(plan.predicted.peak_bytes)}. Received: "
         f"memory_budget={budget}. "
-        + fragmentation_hint(plan.measured.peak_bytes / plan.predicted.peak_bytes, plan.memory_budget)
+        + excess_remedy(plan.measured.peak_bytes / plan.predicted.peak_bytes, plan.memory_budget, is_used=is_used)
         + " Or raise the budget."
     )
     error.smallest_bytes = plan.measured.peak_bytes

@@ -6,7 +6,10 @@ from collections.abc import Iterable, Sequence
 
 from rewriters.swapping.tiers import Tier
 from tflms_sft._report.plan_records import Measurement
-from tflms_sft._rewrite.measure import read_peak, reset_peak
+from tflms_sft._rewrite.measure import earlier_peak, read_peak, reset_peak
+
+MIN_EARLIER_FRACTION = 0.25
+"""Memory that others had in use before the first execution, over its peak, from which on the process counts as used."""
 
 
 class PeakWatch:
@@ -14,11 +17,15 @@ class PeakWatch:
 
     Attributes:
         highest: Highest peak since `begin_epoch`; `None` before the first one, and without statistics.
+        has_earlier_work: Whether others had much memory in use before the first execution, which fragments memory;
+            `None` before its end, and without statistics.
     """
 
     def __init__(self) -> None:
         self.highest: Measurement | None = None
+        self.has_earlier_work: bool | None = None
         self._bytes_in_use: int | None = None
+        self._earlier_peak: int | None = None
 
     def begin_epoch(self) -> None:
         """Forget the peaks of the previous epoch."""
@@ -26,6 +33,8 @@ class PeakWatch:
 
     def start(self, tiers: Iterable[Tier]) -> bool:
         """Start the measurement of an execution; return whether the device keeps statistics."""
+        if self._earlier_peak is None:
+            self._earlier_peak = earlier_peak()
         self._bytes_in_use = reset_peak(tiers)
         return self._bytes_in_use is not None
 
@@ -40,6 +49,9 @@ class PeakWatch:
             return None
         measured = read_peak(self._bytes_in_use, step_bytes, tiers)
         self._bytes_in_use = None
+        if measured is not None and self.has_earlier_work is None:
+            others = (self._earlier_peak or 0) - sum(step_bytes)
+            self.has_earlier_work = others > MIN_EARLIER_FRACTION * measured.peak_bytes
         if measured is not None and (self.highest is None or measured.peak_bytes > self.highest.peak_bytes):
             self.highest = measured
         return measured

@@ -340,7 +340,7 @@ class StepPatch:
         if not exceeds_budget(plan) or self._now.has_smallest_plan:
             return
         if self._now.is_replanned:
-            raise over_budget_error(plan)
+            raise over_budget_error(plan, is_used=bool(self.watch.has_earlier_work))
         assert plan.measured is not None
         if self._say is None:  # Otherwise `on_measured` has printed a line.
             warnings.warn(over_budget_warning(plan), stacklevel=2)
@@ -531,6 +531,7 @@ class StepPatch:
             analysed = analyse_step(traced, record, shape[0] if shape else None, mode)
             analysed.use_rates(self._rates())
             analysed.correction = self._corrections.get(self._correction_key, 1.0)
+            analysed.in_used_process = bool(self.watch.has_earlier_work)
             analysed.variables += self._untouched_variable_bytes(traced)
             importer, plan = self._rewrite_analysed(analysed)
         if len(self._planned) > 1 and shape is not None:

@@ -197,6 +197,10 @@ class AutoParams:
             raise TypeError(f"`swap` must be a bool or `LMSParams(...)`. Received: swap={self.swap!r}.")
         if self.plan is not None and not isinstance(self.plan, (str, os.PathLike)):
             raise TypeError(f"`plan` must be a path. Received: plan={self.plan!r}.")
+        if self.plan is not None and not os.path.isfile(self.plan):
+            raise ValueError(
+                f"`plan` must be an existing file that `Plan.save` wrote. Received: plan={os.fspath(self.plan)!r}."
+            )
         if self.memory_budget != AUTO:
             object.__setattr__(self, "memory_budget", parse_bytes(self.memory_budget, "memory_budget"))
         if isinstance(self.headroom, bool) or not isinstance(self.headroom, numbers.Real):

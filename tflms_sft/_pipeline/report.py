@@ -30,6 +30,7 @@ from tflms_sft._params import device_names
 from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._planner import swap_planner
 from tflms_sft._planner.traced_step import TracedStep, analyse_step, predict, prediction, reasons
+from tflms_sft._report.peak_report import PeakNames
 from tflms_sft._report.pipeline_plan import PlannedPipeline, PlannedStage
 from tflms_sft._report.plan import Plan
 from tflms_sft._report.plan_records import PlannedSwap, Prediction
@@ -250,9 +251,9 @@ def plan_of(planned: Planned) -> Plan:
 def _with_swaps(planned: Planned, tier: HostTier | DiskTier, plan: Plan) -> Plan:
     """Return the plan with the swaps of one micro-batch."""
     staged, batch = planned.staged, planned.traced.batch
-    by_name = {tensor.name: name for tensor, name in planned.names.items()}
-    names = {s.tensor: by_name[s.tensor.name] for s in staged.swaps if s.tensor.name in by_name}
-    planned_swaps = swap_planner.described(staged.swaps, batch, names)
+    traced, graph = planned.traced, staged.analysis.graph
+    names = PeakNames(traced.analysis, traced.record, display_names(traced.analysis.graph, traced.record))
+    planned_swaps = swap_planner.described(staged.swaps, batch, names, graph)
     slotted = set(scheduled_ops(staged.analysis, staged.parts, staged.stages))
     return dataclasses.replace(
         plan,
@@ -260,7 +261,7 @@ def _with_swaps(planned: Planned, tier: HostTier | DiskTier, plan: Plan) -> Plan
             _in_stages(planned, slotted, swap, one) for swap, one in zip(staged.swaps, planned_swaps, strict=True)
         ),
         swap_tier="host" if isinstance(tier, HostTier) else "disk",
-        not_swapped=tuple(staged.left),
+        not_swapped=swap_planner.described_reasons(staged.left, names, graph),
         notes=swap_planner.notes(tier),
     )
 

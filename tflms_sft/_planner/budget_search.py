@@ -28,9 +28,16 @@ from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._planner.barrier_search import Barriers, BarrierSearch
 from tflms_sft._planner.swap_search import SwapSearch
 from tflms_sft._planner.tile_search import InferenceSearch, TrainingSearch
-from tflms_sft._planner.traced_step import Candidate, TracedStep, at_peak, least_peak, unsupported_layers
+from tflms_sft._planner.traced_step import (
+    Candidate,
+    TracedStep,
+    at_peak,
+    least_peak,
+    seconds_of,
+    unsupported_layers,
+)
 from tflms_sft._report.summary import transient_memory
-from tflms_sft._util.byte_sizes import format_bytes
+from tflms_sft._util.byte_sizes import enough_bytes, format_bytes
 from tflms_sft._util.text import shortened
 
 MAX_TIME_RATIO_ALONE = 1.5
@@ -171,11 +178,21 @@ def _larger_budgets(traced: TracedStep, search: TileSearch, params: AutoParams, 
         tiles = traced.plain if traced.plain.peak.peak_bytes <= limit else search.fastest_within(limit)
         if tiles is not None and tiles.time_ratio * traced.seconds <= MAX_NOTED_TIME_RATIO * seconds:
             seconds = max(tiles.time_ratio, 1.0) * traced.seconds
-            ratio = f"{seconds / traced.seconds:.2f}x"
-            texts.append(f"{words} {ratio}" if texts else f"{words} takes {ratio} the time or less")
+            texts.append(f"{words} {_relative_time(seconds / traced.seconds, is_first=not texts)}")
     if texts:
         return f"a larger budget is much faster: {', '.join(texts)}"
-    return LESS if seconds > SLOW_TIME_RATIO * traced.seconds and option.plan.swaps is not None else ""
+    if option.plan.swaps is None or seconds <= SLOW_TIME_RATIO * traced.seconds:
+        return ""
+    # Fewer swaps save no more time than all of them take.
+    return LESS if seconds_of(traced, option.plan.plans) <= MAX_NOTED_TIME_RATIO * seconds else ""
+
+
+def _relative_time(ratio: float, *, is_first: bool) -> str:
+    """Return a text for an upper bound of a time over that of the original step, as the first or second of a list."""
+    text = f"{ratio:.2f}x"
+    if text == "1.00x":
+        return "is as fast as the original step"
+    return f"takes {text} the time or less" if is_first else text
 
 
 def limit_of(traced: TracedStep, params: AutoParams) -> int:
@@ -200,9 +217,10 @@ def _fitting(traced: TracedStep, search: TileSearch, params: AutoParams, least: 
         tiled = max(tiles.time_ratio, 1.0) * traced.seconds
         options.append(FeasiblePlan(BudgetPlan(tiles.plans, search.left), tiled, tiles.peak.peak_bytes))
     if alone is not None and (tiles is None or swapped < tiled):
-        ratio = f"{tiled / traced.seconds:.2f}"
-        are_slower = f"tiles would take {ratio} times as long{'' if tiles is not None else ' or longer'}"
-        why = are_slower if tiles is not None or tiled >= swapped else "no tiles fit"
+        ratios = [f"{max(seconds / traced.seconds, 1.0):.2f}x" for seconds in (tiled, swapped)]
+        bound = "" if tiles is not None else " or more"
+        slower = f"tiles would take {ratios[0]} the time{bound}" if len(set(ratios)) > 1 else "tiles are no faster"
+        why = slower if tiles is not None or tiled >= swapped else "no tiles fit"
         plan = dataclasses.replace(alone.plan, left=search.left, why=f"swaps, because {why}")
         options.append(dataclasses.replace(alone, plan=plan))
     if not options:
@@ -340,7 +358,8 @@ def _too_small(traced: TracedStep, params: AutoParams, search: TileSearch, least
     if traced.correction != 1:
         corrected = f" An earlier plan took {traced.correction:.2f} times its predicted memory."
     if traced.correction > 1:
-        corrected += " " + fragmentation_hint(traced.correction, int(params.memory_budget), peak.peak_bytes)
+        budget, is_used = int(params.memory_budget), traced.in_used_process
+        corrected += f" {excess_remedy(traced.correction, budget, peak.peak_bytes, is_used=is_used)}".rstrip()
     parts, name = takes_most(traced, plans, peak)
     layers = unsupported_layers(traced, search.left)
     untiled = f" Not tiled: {shortened(layers, MAX_NAMES)}." if layers else ""
@@ -348,8 +367,8 @@ def _too_small(traced: TracedStep, params: AutoParams, search: TileSearch, least
         "`memory_budget` is too small for this step. Received: memory_budget="
         f"{format_bytes(params.memory_budget)} ({params.memory_budget} bytes). The smallest plan found needs "
         f"{format_bytes(smallest)} ({smallest} bytes, headroom of {params.headroom:.0%} included), of which {parts} "
-        f"and variables are {format_bytes(traced.fixed_bytes)}. {_remedy(traced, params, search, smallest)}"
-        f"{corrected}{untiled}"
+        f"and variables are {format_bytes(traced.fixed_bytes)}.{untiled}{corrected} "
+        f"{_remedy(traced, params, search, smallest)}"
     )
     error.smallest_bytes = smallest
     error.tensor = name
@@ -363,23 +382,24 @@ def _remedy(traced: TracedStep, params: AutoParams, search: TileSearch, smallest
     the bytes of a number.
     """
     budget, fixed = params.memory_budget, traced.fixed_bytes
+    larger = f'Pass memory_budget="{enough_bytes(smallest)}" or more'
     if params.swap is False and traced.analysis.backward:
         peak, _ = LeastMemory(traced, search, dataclasses.replace(params, swap=True)).peak()
         with_swaps = int(peak.peak_bytes * traced.correction / (1 - params.headroom)) + 1
         if with_swaps <= MAX_HELPFUL_FRACTION * smallest:
-            return f"Raise the budget, or allow swaps: with `swap=True` it needs {format_bytes(with_swaps)}."
+            return f"{larger}, or allow swaps: with `swap=True` it needs {format_bytes(with_swaps)}."
     if fixed >= budget:
-        return "Raise the budget: weights and optimizer slots alone exceed it."
+        return f"{larger}: weights and optimizer slots alone are {format_bytes(fixed)}."
     fraction = (budget - fixed) / max(smallest - fixed, 1)
     images = int(traced.batch * fraction)
     half = ""
     if fraction >= HALF_PRECISION_FRACTION and not _is_mixed(traced):
         half = ' Or build the model with `keras.config.set_dtype_policy("mixed_bfloat16")`: it may fit, too.'
     if images:
-        return f"Raise the budget, or shrink the batch: {images} instead of {traced.batch} is estimated to fit.{half}"
+        return f"{larger}, or shrink the batch: {images} instead of {traced.batch} is estimated to fit.{half}"
     shrunk = "the image" if traced.batch == 1 else "the batch and the image"
     pixels = f"one image with {traced.batch * fraction:.0%} of the pixels is estimated to fit"
-    return f"Raise the budget, or shrink {shrunk}: {pixels}.{half}"
+    return f"{larger}, or shrink {shrunk}: {pixels}.{half}"
 
 
 def _is_mixed(traced: TracedStep) -> bool:
@@ -388,22 +408,27 @@ def _is_mixed(traced: TracedStep) -> bool:
     return any(dtype in (tf.float16, tf.bfloat16) for node in nodes for dtype, _ in node.outputs)
 
 
-def fragmentation_hint(ratio: float, budget: int, least: int = 0) -> str:
-    """Return the usual reason why a step exceeds its predicted memory, with the remedy.
+def excess_remedy(ratio: float, budget: int, least: int = 0, *, is_used: bool) -> str:
+    """Return the remedy, and for a used process the usual reason, where a step exceeds its predicted memory.
 
     Args:
         ratio: Measured over predicted memory.
         budget: Bytes.
         least: Predicted bytes of the plan that needs least, if known.
+        is_used: Whether much memory had been in use before the step began; else there is no reason to name, and no
+            remedy if `headroom` does not help.
     """
+    headroom = f"`headroom={min(math.ceil((1 - 1 / ratio) * 100) / 100, 0.99):g}`"
+    suffices = least * ratio <= budget
+    if not is_used:
+        return f"Leave more of the budget free, such as {headroom}." if suffices else ""
     text = (
         "In a process that has trained before, even if that training was interrupted, memory is more fragmented: "
         "train in a fresh process"
     )
-    if least * ratio > budget:
+    if not suffices:
         return f"{text}; no plan is so small that more `headroom` would do."
-    headroom = min(math.ceil((1 - 1 / ratio) * 100) / 100, 0.99)
-    return f"{text}, or leave more of the budget free, such as `headroom={headroom:g}`."
+    return f"{text}, or leave more of the budget free, such as {headroom}."
 
 
 def takes_most(traced: TracedStep, plans: list[SegmentPlan], peak: Peak) -> tuple[str, str]:

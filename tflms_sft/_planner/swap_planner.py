@@ -16,7 +16,7 @@ from rewriters.device import properties
 from rewriters.device.peak_memory import waits
 from rewriters.emission.tile_pass import loop_nodes
 from rewriters.errors import SwapError
-from rewriters.ir.graph import Graph, Node, Tensor
+from rewriters.ir.graph import Graph, Node
 from rewriters.pipelining.stage_passes import StagedStep, with_swaps
 from rewriters.swapping.recompute_pooling import forward_pool_of, recomputed_pool_name
 from rewriters.swapping.spill_store import SpillStore, is_in_memory
@@ -26,6 +26,7 @@ from tflms_sft._machine.memory_info import free_memory
 from tflms_sft._params.device_names import machine_of, remote_devices
 from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._planner.traced_step import TracedStep
+from tflms_sft._report.peak_report import PeakNames
 from tflms_sft._report.plan_records import PlannedSwap
 from tflms_sft._util.byte_sizes import format_bytes
 from tflms_sft._util.text import nearest, shortened
@@ -333,16 +334,28 @@ def _nothing(analysis: GraphAnalysis, params: SwapParams, plan: SwapPlan, batch:
     )
 
 
-def described(swaps: Iterable[Swap], batch: int, names: Mapping[Tensor, str]) -> tuple[PlannedSwap, ...]:
-    """Return the records of swaps in a plan."""
+def described(swaps: Iterable[Swap], batch: int, names: PeakNames, graph: Graph) -> tuple[PlannedSwap, ...]:
+    """Return the records of swaps in a plan.
+
+    Args:
+        swaps: The swaps.
+        batch: Batch size.
+        names: Display names of the original step.
+        graph: Graph that the swaps were planned for.
+    """
     return tuple(
         PlannedSwap(
-            tensor=names.get(s.tensor, s.tensor.name)
+            tensor=names.tensor_called(s.tensor.name, graph)
             if s.saved is None
-            else f"{s.saved.element.name} in every iteration",
+            else names.element(s.tensor.node.name, s.saved.element),
             num_bytes=s.tensor.num_bytes(batch),
             readers=tuple(tuple(reader.name for reader in way.readers) for way in s.swap_ins),
-            controls=tuple(way.control.name for way in s.swap_ins),
+            controls=tuple(names.op(way.control.name) for way in s.swap_ins),
         )
         for s in swaps
     )
+
+
+def described_reasons(left: Iterable[tuple[str, str]], names: PeakNames, graph: Graph) -> tuple[tuple[str, str], ...]:
+    """Return tensors that stay, by display names, with the reasons; arguments as for `described`."""
+    return tuple((names.tensor_called(tensor, graph), reason) for tensor, reason in left)

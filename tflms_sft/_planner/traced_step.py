@@ -70,6 +70,7 @@ class TracedStep:
         forward: Names of ops that are forward in spite of the misleading name of their layer.
         rates: Rates of the machine.
         correction: Measured over predicted memory of an earlier plan.
+        in_used_process: Whether much other memory had been in use in the process before the earlier plan ran.
         skeletons: Traces of skeletons, and names of their loops, by the reads and results of the loops.
         loop_memory: Memory estimates of planned tile loops.
         prepared: Analyses of its graph prepared for swaps: without copies by scopes, and with large ops in order by the
@@ -85,6 +86,7 @@ class TracedStep:
     forward: Container[str] = ()
     rates: MachineRates = NOMINAL
     correction: float = 1.0
+    in_used_process: bool = False
     skeletons: dict[Hashable, tuple[AllocationTrace, dict[tuple[str, str], str]]] = dataclasses.field(
         init=False, default_factory=dict, repr=False
     )
@@ -442,10 +444,9 @@ def reasons(traced: TracedStep, left: Sequence[SkippedOps]) -> tuple[tuple[str, 
 
 
 def _layer_name(traced: TracedStep, op: str) -> str:
-    call = traced.record.call_of(op)
-    return op if call is None else f"layer {call.layer!r} ({call.kind})"
+    return part_name(traced.record, op) or f"op {op!r} of no layer"
 
 
 def unsupported_layers(traced: TracedStep, left: Sequence[SkippedOps]) -> list[str]:
-    """Return the names of layers that cannot be tiled."""
-    return [name for name, _ in reasons(traced, left)]
+    """Return the names of layers that cannot be tiled, and ops of no layer with the reasons."""
+    return [name if name.startswith("layer ") else f"{name} ({reason})" for name, reason in reasons(traced, left)]

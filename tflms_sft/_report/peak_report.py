@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.device.peak_memory import Peak
 from rewriters.emission.tile_pass import SegmentPlan, loop_nodes
 from rewriters.estimates.loop_memory import IterationModelCache, kernel_at_worst
-from rewriters.ir.graph import LOOPS, Graph, Tensor
-from tflms_sft._trace.layer_names import LayerRecord, part_name
+from rewriters.ir.graph import LOOPS, Graph, Node, Tensor
+from tflms_sft._trace.layer_names import LayerCall, LayerRecord, part_name
 
 __all__: list[str] = []
 
 NamedSizes = tuple[tuple[str, int], ...]
 """(name, bytes), largest first."""
+
+_SWAPPED_IN = re.compile(r"lms/(.+)/swap_in_\d+(?::\d+)?")
+"""Names of the tensors that `insert_swaps` adds. That of the swapped tensor lacks `:0`, or has `_` for `:`."""
 
 
 class PeakNames:
@@ -32,47 +36,83 @@ class PeakNames:
         self._layers = layers
 
     def tensor(self, tensor: Tensor) -> str:
-        """Return the layer that returns a tensor, else the layer and op that compute it, else its own name."""
-        return self._layers.get(tensor) or self._op(tensor.node.name) or tensor.name
+        """Return the layer that returns a tensor, else the layer and op that compute it."""
+        return self._layers.get(tensor) or self.op(tensor.node.name)
 
     def is_known(self, tensor: str) -> bool:
         """Tell whether the original step has a tensor of that name."""
         return tensor.rpartition(":")[0] in self._analysis.graph.nodes
 
-    def tensor_called(self, name: str) -> str:
-        """Return the display name of a tensor given by name, which may be from a rewritten graph."""
+    def tensor_called(self, name: str, graph: Graph) -> str:
+        """Return the display name of a tensor given by name, or of the lists of a loop.
+
+        Args:
+            name: Name of the tensor, or of the loop.
+            graph: Graph that it is from: the original one, or one with loops or swaps. Outputs of tile loops are named
+                after the tensors they replace.
+        """
         if name in self._analysis.graph.nodes:
             return f"saved inside {self.loop(name)}"
-        if not self.is_known(name):
-            return name
-        op, _, index = name.rpartition(":")
-        return self.tensor(self._analysis.graph.nodes[op].out(int(index)))
+        replaced = {new.name: old for old, new in graph.aliases.items() if self.is_known(old)}
+        swapped_in = _SWAPPED_IN.fullmatch(name)
+        for source in _sources(swapped_in[1]) if swapped_in else (name,):
+            original = replaced.get(source, source)
+            if self.is_known(original):
+                op, _, index = original.rpartition(":")
+                shown = self.tensor(self._analysis.graph.nodes[op].out(int(index)))
+                return f"{shown}, swapped in" if swapped_in else shown
+        return name
+
+    def element(self, loop: str, element: Tensor) -> str:
+        """Return the display name of a tensor that a loop computes, or receives, in every iteration."""
+        call = self._record.call_of(loop)
+        part = "a state" if element.node.op == "Placeholder" else element.node.op
+        return f"{loop if call is None else call.layer} ({part}) in every iteration"
 
     def loop(self, name: str) -> str:
         """Return a loop with the layer or the loss that it belongs to; else with its own name."""
         return f"the loop of {part_name(self._record, name) or f'`{name}`'}"
 
     def op(self, name: str) -> str:
-        """Return the layer and type of an op, such as `conv1 (Conv2DBackpropFilter, backward)`; else its name."""
-        return self._op(name) or name
+        """Return the layer and type of an op, such as `conv1 (Conv2DBackpropFilter, backward)`.
 
-    def _op(self, name: str) -> str:
-        call, node = self._record.call_of(name), self._analysis.graph.nodes.get(name)
-        if call is None or node is None:
-            return ""
-        return f"{call.layer} ({node.op}{', backward' if node in self._analysis.backward else ''})"
+        An op of no layer is described by its name and type, an argument by its position.
+        """
+        node = self._analysis.graph.nodes.get(name)
+        if node is None:
+            return name
+        if node.op == "Placeholder" and node.out() in self._analysis.graph.inputs:
+            return f"argument {self._analysis.graph.inputs.index(node.out()) + 1} of the step"
+        call = self._record.call_of(name) or self._call_of_gradients(node)
+        layer = part_name(self._record, name) if call is None else call.layer
+        if not layer:
+            return f"{name} ({node.op}, of no layer)"
+        return f"{layer} ({node.op}{', backward' if node in self._analysis.backward else ''})"
+
+    def _call_of_gradients(self, node: Node) -> LayerCall | None:
+        """Return the layer call whose gradients alone read an op, such as the zeros for a result that has none."""
+        outputs = (node.out(index) for index in range(len(node.outputs)))
+        readers = {reader for tensor in outputs for reader, _ in self._analysis.consumers.get(tensor, ())}
+        calls = [self._record.call_of(reader.name) for reader in readers]
+        same = bool(calls) and readers <= self._analysis.backward and all(call is calls[0] for call in calls)
+        return calls[0] if same else None
+
+
+def _sources(base: str) -> tuple[str, str]:
+    """Return the possible names of a swapped tensor, given the scope of its swaps."""
+    op, _, index = base.rpartition("_")
+    return f"{base}:0", f"{op}:{index}"
 
 
 def largest_tensors(names: PeakNames, graph: Graph, peak: Peak) -> NamedSizes:
-    """Return the largest tensors alive at a peak; outputs of loops are named after the tensors they replace.
+    """Return the largest tensors alive at a peak, with display names.
 
     Args:
         names: Display names of the original step.
         graph: The rewritten graph, or its skeleton.
         peak: Predicted peak of that graph.
     """
-    replaced = {new.name: old for old, new in graph.aliases.items() if names.is_known(old)}
-    return tuple((names.tensor_called(replaced.get(name, name)), size) for name, size in peak.largest)
+    return tuple((names.tensor_called(name, graph), size) for name, size in peak.largest)
 
 
 def saved_in_loops(names: PeakNames, graph: Graph, peak: Peak) -> NamedSizes:

@@ -126,10 +126,10 @@ class PlannedSwap:
     """A tensor that is swapped out and in again.
 
     Attributes:
-        tensor: Name of the tensor.
+        tensor: Layer that returns the tensor, or layer and op type.
         num_bytes: Size in bytes.
         readers: Names of the ops that consume it, per swap-in.
-        controls: Name of the op that triggers each swap-in.
+        controls: Layer and type of the op that triggers each swap-in.
     """
 
     tensor: str

@@ -142,7 +142,7 @@ def _not_rewritten(plan: PlanRecord) -> Iterator[str]:
     if plan.left_alone:
         yield "  not rewritten:"
         for reason, names in not_rewritten_by_reason(plan).items():
-            yield f"    {reason}" if reason.startswith(f"{names}: ") else f"    {names}: {reason}"
+            yield f"    {names}: {reason}"
 
 
 def _details(plan: PlanRecord) -> Iterator[str]:

@@ -26,6 +26,14 @@ RECORDS_SOURCE = "allocation records of one step"
 _MAX_NAMES = 4
 
 
+def earlier_peak() -> int:
+    """Return the peak since the process began or the last `reset_peak`, in bytes; 0 without memory statistics."""
+    try:
+        return int(tf.config.experimental.get_memory_info(properties.name())["peak"])
+    except (ValueError, RuntimeError, tf.errors.OpError):
+        return 0
+
+
 def reset_peak(tiers: Iterable[Tier] = ()) -> int | None:
     """Start a measurement; return the bytes in use, or `None` if the device keeps no memory statistics."""
     try:

@@ -19,7 +19,14 @@ from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._pipeline.build import build_pipeline
 from tflms_sft._planner.budget_search import NO_SWAPS, BudgetPlan, limit_of, plans_within_budget
 from tflms_sft._planner.requested_tiles import plan_sft
-from tflms_sft._planner.swap_planner import NothingToSwapError, apply_swaps, described, notes, swapped_seconds
+from tflms_sft._planner.swap_planner import (
+    NothingToSwapError,
+    apply_swaps,
+    described,
+    described_reasons,
+    notes,
+    swapped_seconds,
+)
 from tflms_sft._planner.traced_step import (
     TracedStep,
     analyse_step,
@@ -29,6 +36,7 @@ from tflms_sft._planner.traced_step import (
     prediction,
     seconds_of,
 )
+from tflms_sft._report.peak_report import PeakNames
 from tflms_sft._report.plan import Plan, amend_plan, with_recipe
 from tflms_sft._rewrite.plan_cache import cached_recipe, read_recipe, store_recipe
 from tflms_sft._rewrite.plan_recipe import plan_from, recipe_of
@@ -191,14 +199,15 @@ def _carry_out(traced: TracedStep, choice: BudgetPlan, budget: int | None) -> tu
     seconds = seconds_of(traced, choice.plans)
     ratio = swapped_seconds(traced, swapped.graph, swapped.swaps, choice.swaps, seconds) / traced.seconds
     names = display_names(traced.analysis.graph, traced.record)
+    shown = PeakNames(traced.analysis, traced.record, names)
     plan = amend_plan(
         plan,
         *notes(swapped.tier),
         changed=True,
         predicted=prediction(traced, choice.plans, swapped.graph, names, (peak, ratio)),
-        swaps=described(swapped.swaps, traced.batch, display_names(graph, traced.record)),
+        swaps=described(swapped.swaps, traced.batch, shown, graph),
         swap_tier="host" if isinstance(swapped.tier, HostTier) else "disk",
-        not_swapped=tuple(swapped.left),
+        not_swapped=described_reasons(swapped.left, shown, graph),
     )
     return StepImporter(swapped.graph, traced.concrete_fn, swapped.tier), plan
 

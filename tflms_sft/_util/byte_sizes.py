@@ -53,6 +53,12 @@ def format_bytes(amount: float) -> str:
     return f"{amount:.0f} B"
 
 
+def enough_bytes(amount: int) -> str:
+    """Return a size of at least `amount` bytes as an argument, such as `"52MiB"`; at most a tenth above it."""
+    unit = next((unit for unit in ("TiB", "GiB", "MiB", "KiB") if amount >= 10 * _UNITS[unit]), "B")
+    return f"{-(-amount // _UNITS[unit])}{unit}"
+
+
 def format_excess(amount: int, limit: int) -> tuple[str, str]:
     """Return a size and the limit that it exceeds as texts; in bytes if it does so by less than a hundredth."""
     if amount < 1.01 * limit:
