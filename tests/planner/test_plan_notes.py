@@ -1,0 +1,64 @@
+"""Notes of plans say something: no ratios of 1.00, no hints that do not help."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from tflms_sft import AutoParams
+from tflms_sft._params.swap_params import SwapParams
+from tflms_sft._planner import budget_search
+from tflms_sft._planner.budget_search import LESS, BudgetPlan, FeasiblePlan
+from tflms_sft._planner.traced_step import Candidate
+
+PARAMS = AutoParams(1000, headroom=0)
+
+
+def traced(plain_bytes):
+    """A step of one second."""
+    plain = Candidate([], SimpleNamespace(peak_bytes=plain_bytes), 1.0)
+    return SimpleNamespace(seconds=1.0, correction=1.0, plain=plain, fixed_bytes=0)
+
+
+def search(ratio):
+    """A search whose fastest tiles take `ratio` times the time of the step; that finds none for `None`."""
+    tiles = None if ratio is None else Candidate([None], SimpleNamespace(peak_bytes=900), ratio)
+    return SimpleNamespace(fastest_within=lambda limit: tiles, least_seconds=lambda limit: ratio or 9.0, left=[])
+
+
+@pytest.mark.parametrize(
+    ("plain", "ratio", "note"),
+    [
+        (1200, 2.0, "a larger budget is much faster: a quarter more is as fast as the original step"),
+        (5000, 1.001, "a larger budget is much faster: a quarter more is as fast as the original step"),
+        (5000, 1.5, "a larger budget is much faster: a quarter more takes 1.50x the time or less"),
+        (1900, 2.1, "a larger budget is much faster: a quarter more takes 2.10x the time or less, "
+        "twice as much is as fast as the original step"),
+        (5000, 2.4, ""),
+        (5000, None, ""),
+    ],
+)  # fmt: skip
+def test_larger_budgets_are_noted_with_what_they_save(plain, ratio, note):
+    option = FeasiblePlan(BudgetPlan([], []), 2.5, 1000)
+    assert budget_search._larger_budgets(traced(plain), search(ratio), PARAMS, option) == note
+
+
+@pytest.mark.parametrize(("without_swaps", "note"), [(1.0, LESS), (2.2, LESS), (2.4, "")])
+def test_fewer_swaps_are_noted_only_if_swaps_take_long(without_swaps, note, monkeypatch):
+    monkeypatch.setattr(budget_search, "seconds_of", lambda traced, plans: without_swaps)
+    option = FeasiblePlan(BudgetPlan([], [], SwapParams()), 2.5, 1000)
+    assert budget_search._larger_budgets(traced(5000), search(None), PARAMS, option) == note
+
+
+@pytest.mark.parametrize(
+    ("ratio", "why"),
+    [
+        (1.004, "swaps, because tiles are no faster"),
+        (1.3, "swaps, because tiles would take 1.30x the time or more"),
+        (None, "swaps, because tiles would take 9.00x the time or more"),
+    ],
+)
+def test_swaps_are_explained_by_the_time_of_tiles(ratio, why, monkeypatch):
+    swaps = FeasiblePlan(BudgetPlan([], [], SwapParams()), 1.001, 1000)
+    monkeypatch.setattr(budget_search, "_swaps_alone", lambda *_: swaps)
+    plans = budget_search._fitting(traced(5000), search(ratio), PARAMS, None)
+    assert plans[0].plan.why == why
