@@ -348,7 +348,9 @@ def test_step_over_budget_twice_raises(measured_peaks, is_used):
     with pytest.raises(BudgetError, match="exceeds `memory_budget` although .* measured 720 KiB") as caught:
         model.fit(X, Y, batch_size=4, epochs=2, callbacks=[MemoryBudget(BUDGET)], **SETTINGS)
     assert caught.value.smallest_bytes == 720 * 2**10 and is_plain(model)
-    assert re.search("eave more of the budget free, such as `headroom=0.[0-9]+`. Or raise the budget", str(caught.value))
+    assert re.search(
+        "eave more of the budget free, such as `headroom=0.[0-9]+`. Or raise the budget", str(caught.value)
+    )
     told = "In a process that has trained before.* more fragmented: train in a fresh process, or leave"
     assert bool(re.search(told, str(caught.value))) == is_used
 
