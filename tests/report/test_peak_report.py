@@ -156,4 +156,7 @@ def test_swapped_in_tensor_at_peak_is_named_after_its_source():
     names = PeakNames(traced.analysis, record, display_names(graph, record))
     pool = next(node.name for node in graph.nodes.values() if node.op == "MaxPool")
     assert names.tensor_called(f"lms/{pool}/swap_in_0:0", graph) == "pool, swapped in"
+    (conv,) = (node.name for node in graph.nodes.values() if node.op == "Conv2D" and node.inputs[0].node.op != "Relu")
+    text = names.in_text(f"`{conv}` (Conv2D) reads `{pool}:0` with `lb`", graph)
+    assert text == "`first` (Conv2D) reads `pool` with `lb`"
     assert names.tensor_called("lms/other_1/swap_in_0:0", graph) == "lms/other_1/swap_in_0:0"

@@ -29,8 +29,7 @@ from tflms_sft._machine.calibration import stored_rates
 from tflms_sft._params import device_names
 from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._planner import swap_planner
-from tflms_sft._planner.traced_step import TracedStep, analyse_step, predict, prediction, reasons
-from tflms_sft._report.peak_report import PeakNames
+from tflms_sft._planner.traced_step import TracedStep, analyse_step, peak_names, predict, prediction, reasons
 from tflms_sft._report.pipeline_plan import PlannedPipeline, PlannedStage
 from tflms_sft._report.plan import Plan
 from tflms_sft._report.plan_records import PlannedSwap, Prediction
@@ -251,8 +250,7 @@ def plan_of(planned: Planned) -> Plan:
 def _with_swaps(planned: Planned, tier: HostTier | DiskTier, plan: Plan) -> Plan:
     """Return the plan with the swaps of one micro-batch."""
     staged, batch = planned.staged, planned.traced.batch
-    traced, graph = planned.traced, staged.analysis.graph
-    names = PeakNames(traced.analysis, traced.record, display_names(traced.analysis.graph, traced.record))
+    names, graph = peak_names(planned.traced), staged.analysis.graph
     planned_swaps = swap_planner.described(staged.swaps, batch, names, graph)
     slotted = set(scheduled_ops(staged.analysis, staged.parts, staged.stages))
     return dataclasses.replace(

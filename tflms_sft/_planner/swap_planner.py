@@ -358,4 +358,4 @@ def described(swaps: Iterable[Swap], batch: int, names: PeakNames, graph: Graph)
 
 def described_reasons(left: Iterable[tuple[str, str]], names: PeakNames, graph: Graph) -> tuple[tuple[str, str], ...]:
     """Return tensors that stay, by display names, with the reasons; arguments as for `described`."""
-    return tuple((names.tensor_called(tensor, graph), reason) for tensor, reason in left)
+    return tuple((names.tensor_called(tensor, graph), names.in_text(reason, graph)) for tensor, reason in left)

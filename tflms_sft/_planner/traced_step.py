@@ -377,9 +377,14 @@ def _notes(traced: TracedStep) -> tuple[str, ...]:
     ops = [node.name for node in unmodelled(traced.analysis)]
     if not ops:
         return ()
-    names = dict.fromkeys(part_name(traced.record, op) or op for op in ops)
+    names = dict.fromkeys(_layer_name(traced, op) for op in ops)
     shown = shortened(list(names), MAX_NAMES)
     return (f"not in the predicted peak: memory inside of {shown}, which only a run shows",)
+
+
+def peak_names(traced: TracedStep) -> PeakNames:
+    """Return the display names of tensors and ops of the step."""
+    return PeakNames(traced.analysis, traced.record, display_names(traced.analysis.graph, traced.record))
 
 
 def prediction(
@@ -419,7 +424,7 @@ def at_peak(traced: TracedStep, plans: list[SegmentPlan], peak: Peak) -> tuple[N
         The largest tensors, tensor lists excluded; the loops with the bytes of their lists; memory of running ops.
     """
     graph = tile_skeleton(traced.analysis, plans) if plans else traced.analysis.graph
-    shown = PeakNames(traced.analysis, traced.record, display_names(traced.analysis.graph, traced.record))
+    shown = peak_names(traced)
     transient = transient_memory(shown, plans, graph, peak, traced.loop_memory, traced.batch)
     tensors = dataclasses.replace(peak, largest=tuple(item for item in peak.largest if item[0] not in graph.nodes))
     return largest_tensors(shown, graph, tensors), saved_in_loops(shown, graph, peak), transient
@@ -437,9 +442,10 @@ def _progress(
 def reasons(traced: TracedStep, left: Sequence[SkippedOps]) -> tuple[tuple[str, str], ...]:
     """Return pairs of a layer and the first reason why it cannot be tiled."""
     reasons: dict[str, str] = {}
+    shown = peak_names(traced)
     for item in left:
         names = list(dict.fromkeys(_layer_name(traced, op) for op in (item.name, item.last) if op))
-        reasons.setdefault(" to ".join(names), item.reason)
+        reasons.setdefault(" to ".join(names), shown.in_text(item.reason, traced.analysis.graph))
     return tuple(reasons.items())
 
 

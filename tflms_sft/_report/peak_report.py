@@ -63,6 +63,17 @@ class PeakNames:
                 return f"{shown}, swapped in" if swapped_in else shown
         return name
 
+    def in_text(self, text: str, graph: Graph) -> str:
+        """Return a text with display names for the names in backticks: the layer of an op, a tensor of `graph`."""
+
+        def shown(match: re.Match[str]) -> str:
+            name, call = match[1], self._record.call_of(match[1])
+            if name in self._analysis.graph.nodes:
+                return f"`{name if call is None else call.layer}`"
+            return f"`{self.tensor_called(name, graph)}`"
+
+        return re.sub("`([^`]+)`", shown, text)
+
     def element(self, loop: str, element: Tensor) -> str:
         """Return the display name of a tensor that a loop computes, or receives, in every iteration."""
         call = self._record.call_of(loop)

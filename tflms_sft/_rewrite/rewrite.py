@@ -32,11 +32,11 @@ from tflms_sft._planner.traced_step import (
     analyse_step,
     collector_paused,
     emit_and_describe,
+    peak_names,
     predicted_peak,
     prediction,
     seconds_of,
 )
-from tflms_sft._report.peak_report import PeakNames
 from tflms_sft._report.plan import Plan, amend_plan, with_recipe
 from tflms_sft._rewrite.plan_cache import cached_recipe, read_recipe, store_recipe
 from tflms_sft._rewrite.plan_recipe import plan_from, recipe_of
@@ -199,7 +199,7 @@ def _carry_out(traced: TracedStep, choice: BudgetPlan, budget: int | None) -> tu
     seconds = seconds_of(traced, choice.plans)
     ratio = swapped_seconds(traced, swapped.graph, swapped.swaps, choice.swaps, seconds) / traced.seconds
     names = display_names(traced.analysis.graph, traced.record)
-    shown = PeakNames(traced.analysis, traced.record, names)
+    shown = peak_names(traced)
     plan = amend_plan(
         plan,
         *notes(swapped.tier),
