@@ -12,7 +12,7 @@ import tensorflow as tf
 from rewriters.analysis import summation_order
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.device.kernel_scratch import ConcurrencyGroup
-from rewriters.device.properties import forwards_input_buffer
+from rewriters.device.properties import forwards_input_buffer, may_fuse_with_consumer
 from rewriters.emission.buffers import DeviceBuffer, Span, stacked
 from rewriters.emission.loop_outputs import LoopOutput, MergedMoments, ReductionOutput, ScatterAddOutput, TiledOutput
 from rewriters.emission.row_carries import CarriedState, SavedState, finish_gradient_rows, joined, received
@@ -52,6 +52,12 @@ def batch_source(tile_loop: TileLoop, segment: Segment) -> Tensor | None:
 def loop_output_tensors(tile_loop: TileLoop) -> list[Tensor]:
     """Return the tensors that a loop computes, in the order of the traced function's results."""
     return [*tile_loop.writes, *tile_loop.accumulates, *tile_loop.reductions, *(save.saved for save in tile_loop.saves)]
+
+
+def is_awaited(analysis: GraphAnalysis, node: Node) -> bool:
+    """Return whether slices, crops and pads of an op's other operands wait for an operand that `node` computes."""
+    # A control edge from a sum would change the order of summation.
+    return node in analysis.backward and not summation_order.may_be_flattened(analysis, node)
 
 
 def trace_loop(analysis: GraphAnalysis, segment: Segment, tile_loop: TileLoop) -> Any:
@@ -176,6 +182,10 @@ class IterationEmitter:
         self._lookups: dict[tuple[int, bytes], Any] = {}
         self._fits: dict[Any, Any] = {}
         self._guarded: dict[Tensor, Any] = {}
+        self._consumers: dict[Tensor, list[Node]] = {}
+        for node in self.tile_loop.body:
+            for tensor in node.inputs:
+                self._consumers.setdefault(tensor, []).append(node)
         self._indices, index = self._tile_indices(index)
         self._batch_span = self._images_of(index)
 
@@ -195,21 +205,13 @@ class IterationEmitter:
         return (begin, (index + 1) * batch // tiles - begin)
 
     def run(self) -> None:
-        """Emit the slices of full-size tensors, then the body."""
-        consumers: dict[Tensor, list[Node]] = {}
-        for node in self.tile_loop.body:
-            for tensor in node.inputs:
-                consumers.setdefault(tensor, []).append(node)
-        for tensor in self.tile_loop.reads:
-            buffer = DeviceBuffer(self._outer(tensor, consumers.get(tensor, ())))
-            value = buffer.read(self.spans(tensor, self.tile_loop.regions[tensor]), shared=True)
-            self.values[tensor] = self._counted_once(tensor, value)
+        """Emit the body."""
         for node in self.tile_loop.body:
             self._control_inputs = self._reductions_before(node)
             self._run_op(node)
             if node.op not in summation_order.SUMS:  # A control edge would change the order of summation.
                 results = (node.out(index) for index in range(len(node.outputs)))
-                self._pending_reductions += [self.values[t] for t in results if t in self.tile_loop.reductions]
+                self._pending_reductions += [self.value(t) for t in results if t in self.tile_loop.reductions]
 
     def _reductions_before(self, node: Node) -> list[Any]:
         """Return the reductions that have to end before an op begins; only gradients of layer inputs wait.
@@ -261,19 +263,34 @@ class IterationEmitter:
         """Return the operands of an op in the rows that it needs; `None` for those that its rule rebuilds."""
         rule, view, plan = find_rule(node), self.loop.analysis.view(node), self.tile_loop.plans[node]
         rebuilt = rule.shape_operands(view)
-        gradients = [self.values[t] for t in node.inputs if self._is_gradient(t) and t in self.values]
+        meets_gradient = any(self._is_gradient(t) and t in self.tile_loop.regions for t in node.inputs)
         operands: list[Any] = []
         for position, tensor in enumerate(node.inputs):
             if position in rebuilt:
                 operands.append(None)
-            elif tensor in self.values and plan[0].needs[position] is not None:
+            elif tensor in self.tile_loop.regions and plan[0].needs[position] is not None:
                 need: Region = tuple(p.needs[position] for p in plan)  # type: ignore[misc]
                 fill = rule.operand_fill(view, position)
-                value = self._rows_from_joined(tensor, need, fill, gradients)
-                operands.append(self.fit(tensor, need, fill) if value is None else value)
+                with tf.control_dependencies(self._gradients_beside(node, tensor)):
+                    value = self._rows_from_joined(tensor, need, fill) if meets_gradient else None
+                    operands.append(self.fit(tensor, need, fill) if value is None else value)
             else:
                 operands.append(self._outer(tensor, [node]))
         return operands
+
+    def _gradients_beside(self, node: Node, tensor: Tensor) -> list[Any]:
+        """Return the other gradients that an op reads, for which the rows that it needs of an operand wait.
+
+        The executor would slice a full-size tensor when the iteration begins, and crop and pad a recomputed activation
+        as soon as it exists. The copies would occupy memory until the gradient exists. TensorFlow may fuse two ops, and
+        the fused op must not wait for itself.
+        """
+        return [
+            self.values[t]
+            for t in node.inputs
+            if t != tensor and t in self.values and is_awaited(self.loop.analysis, t.node)
+            if not may_fuse_with_consumer(t.node, node)
+        ]
 
     def _held_rows(self, node: Node, tensor: Tensor, value: Any) -> Any:
         """Return the rows of a result that the tile holds, from those that the op computed."""
@@ -291,7 +308,11 @@ class IterationEmitter:
     # Rows of tensors -----------------------------------------------------------------------------------------
 
     def value(self, tensor: Tensor) -> Any:
-        """Return the rows of a tensor that this iteration computed or sliced."""
+        """Return the rows of a tensor that the iteration holds; slice a full-size tensor when first needed."""
+        if tensor not in self.values and tensor in self.tile_loop.reads:
+            buffer = DeviceBuffer(self._outer(tensor, self._consumers.get(tensor, ())))
+            value = buffer.read(self.spans(tensor, self.tile_loop.regions[tensor]), shared=True)
+            self.values[tensor] = self._counted_once(tensor, value)
         return self.values[tensor]
 
     def batch_span(self) -> Span:
@@ -305,7 +326,8 @@ class IterationEmitter:
             return int(values[0])
         key = (axis, values.tobytes())
         if key not in self._lookups:
-            self._lookups[key] = tf.gather(tf.constant(values), self._indices[axis])
+            with tf.control_dependencies(None):  # Later ops share it.
+                self._lookups[key] = tf.gather(tf.constant(values), self._indices[axis])
         return self._lookups[key]
 
     def spans(self, tensor: Tensor, region: Region) -> list[Span]:
@@ -342,19 +364,19 @@ class IterationEmitter:
                 assert held.covers(needed.clip(extent)), f"{tensor.name} lacks rows that an op needs"
         carry = self.tile_loop.carries.get(tensor)
         if carry is None or self._is_gradient(tensor):
-            value = self.crop_and_pad(self.values[tensor], have, need, fill, tensor)
+            value = self.crop_and_pad(self.value(tensor), have, need, fill, tensor)
             if self.tile_loop.carries and tensor not in self.tile_loop.reads and not covers(have, need):
                 self._joined.setdefault((tensor, fill), (value, need))
             return value
         rows = need[self.row_axis]
         if np.all((rows.lo >= carry.received.hi) | (rows.size == 0)):
             computed = with_rows(have, self.row_axis, Interval(carry.received.hi, have[self.row_axis].hi))
-            return self.crop_and_pad(self.values[tensor], computed, need, fill, tensor)
+            return self.crop_and_pad(self.value(tensor), computed, need, fill, tensor)
         key = (tensor, fill, "joined", *(array.tobytes() for i in need for array in (i.lo, i.hi)))
         if key not in self._fits:
-            above = self._rows_received(tensor, self.values[tensor])
+            above = self._rows_received(tensor, self.value(tensor))
             self._fits[key] = joined(
-                self, tensor, value=self.values[tensor], above=above, region=have, need=need, fill=fill
+                self, tensor, value=self.value(tensor), above=above, region=have, need=need, fill=fill
             )
             self._joined.setdefault((tensor, fill), (self._fits[key], need))
         return self._fits[key]
@@ -415,19 +437,16 @@ class IterationEmitter:
     def _is_gradient(self, tensor: Tensor) -> bool:
         return self.segment.kinds.get(tensor) is TileKind.PARTIAL
 
-    def _rows_from_joined(self, tensor: Tensor, need: Region, fill: float | str, gradients: Sequence[Any]) -> Any:
+    def _rows_from_joined(self, tensor: Tensor, need: Region, fill: float | str) -> Any:
         """Return rows of a forward operand of a gradient op, cut out of rows that were joined for a forward op.
 
         The joined rows mostly stay alive until the gradient in any case. Reading them releases the rows as they were
         computed. Returns `None` for other operands.
         """
-        if (tensor, fill) not in self._joined or not gradients or self._is_gradient(tensor):
+        if (tensor, fill) not in self._joined or self._is_gradient(tensor):
             return None
         value, have = self._joined[tensor, fill]
-        if not covers(have, need):
-            return None
-        with tf.control_dependencies(gradients):
-            return self.crop_and_pad(value, have, need, fill, tensor)
+        return self.crop_and_pad(value, have, need, fill, tensor) if covers(have, need) else None
 
     def _rows_received(self, tensor: Tensor, like: Any) -> Any:
         """Return the rows of a tensor from the previous iteration or from another loop; `like` has its batch size."""
@@ -458,7 +477,7 @@ class IterationEmitter:
         """Return the rows of a tensor for the next iteration."""
         if tensor in self._passed:
             return self._passed[tensor]
-        value, region = self.values[tensor], self.tile_loop.regions[tensor]
+        value, region = self.value(tensor), self.tile_loop.regions[tensor]
         need = with_rows(region, self.row_axis, self.carried_rows(tensor).passed)
         above = self._rows_received(tensor, value)
         return joined(self, tensor, value=value, above=above, region=region, need=need, fill=0.0, shared=False)

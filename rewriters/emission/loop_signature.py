@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from rewriters.analysis.graph_analysis import GraphAnalysis
-from rewriters.emission.loop_emitter import loop_input_tensors, loop_output_tensors
+from rewriters.emission.loop_emitter import is_awaited, loop_input_tensors, loop_output_tensors
 from rewriters.ir.graph import Node, Tensor
 from rewriters.ir.static_values import MAX_ELEMENTS
 from rewriters.rules.registry import TileKind
@@ -30,8 +30,8 @@ __all__: list[str] = []
 def program_signature(analysis: GraphAnalysis, segment: Segment, tile_loop: TileLoop) -> Hashable:
     """Return a key that is equal for two loops if tracing them gives the same function of their inputs.
 
-    It holds everything that tracing reads: ops with their attributes and edges, static operands, shapes and kinds, and
-    the rows of every tensor in every tile. It holds no names.
+    It holds everything that tracing reads: ops with their attributes, edges and roles, static operands, shapes and
+    kinds, and the rows of every tensor in every tile. It holds no names.
     """
     return _ProgramHasher(analysis, segment, tile_loop).signature()
 
@@ -127,7 +127,8 @@ class _ProgramHasher(StructuralHasher):
         return (numbers, pair.axes, pair.keep_dims, _rows(self.tile_loop.cells[pair.image]))
 
     def _op(self, node: Node) -> Hashable:
-        return (*self.operation(node), tuple(_axis_plan(plan) for plan in self.tile_loop.plans[node]))
+        plans = tuple(_axis_plan(plan) for plan in self.tile_loop.plans[node])
+        return (*self.operation(node), is_awaited(self.analysis, node), plans)
 
     def _tensor(self, tensor: Tensor) -> Hashable:
         return (*self.tensor(tensor), _rows(self.tile_loop.regions.get(tensor)))
