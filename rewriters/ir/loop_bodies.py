@@ -67,10 +67,18 @@ def is_folded(tensor: Tensor) -> bool:
 
 
 def folded_tensors(graph: Graph) -> Iterator[Tensor]:
-    """Yield the tensors of a graph and of the bodies of its loops for which `is_folded` holds."""
+    """Yield the tensors of a graph and of the bodies of its loops for which `is_folded` holds.
+
+    TensorFlow merges equal ones of a graph, or of a body: each value is yielded once.
+    """
+    seen: set[tuple[str, ...]] = set()
     for node in graph.nodes.values():
         if node.outputs and is_folded(node.out()):
-            yield node.out()
+            operands = (str(operand.node.attrs["value"].SerializeToString()) for operand in node.inputs)
+            value = (node.device, *operands)
+            if value not in seen:
+                yield node.out()
+            seen.add(value)
         if node.loop is not None and node.loop.body is not None:
             yield from folded_tensors(node.loop.body)
 

@@ -153,6 +153,18 @@ def test_graph_schedule_filled_constants_live_throughout():
     assert graph_peak(trace, {}).peak_bytes == graph_peak(without, {}).peak_bytes + 40 * 40 * 4
 
 
+def test_graph_schedule_equal_filled_constants_count_once():
+    """TensorFlow merges equal ops of a graph before it folds constants."""
+
+    @tf.function(input_signature=[tf.TensorSpec((40, 40))])
+    def step(x):
+        first, second, other = (tf.fill((40, 40), value) for value in (2.0, 2.0, 3.0))
+        return tf.while_loop(lambda *_: tf.reduce_sum(x) < 1, lambda a, b, c: (a + b, b + c, c), (first, second, other))
+
+    trace = graph_schedule(read_canonical(step.get_concrete_function(), CanonicalMode.TILING), (), BATCH, [])
+    assert trace.folded_bytes == 2 * 40 * 40 * 4
+
+
 @pytest.mark.parametrize("net", NETS)
 def test_loop_iterations_each_loop_has_memory(net):
     graph, loops = loops_of(loop_step(net))
