@@ -1,14 +1,16 @@
-"""Memory of the loops of a step, such as those of recurrent layers and of `tf.map_fn`.
+"""Memory of the loops and conditionals of a step, such as loops of recurrent layers and of `tf.map_fn`.
 
 A loop appends the tensors that its backward pass reads to tensor lists, one element per iteration. The lists live from
 the loop to the loop of the backward pass. The size of a list is that of the tensors appended by the loop's body, times
 the number of iterations. Elements may be buffers that exist anyway: variables, operands of the loop, slices of a
-stacked input, and the state of the loop, which is also its output.
+stacked input, and the state of the loop, which is also its output. A conditional (`tf.cond`) saves tensors of the
+branch that runs as optionals, which are lists of at most one element.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import dataclasses
+from collections.abc import Hashable, Mapping, Sequence
 
 import tensorflow as tf
 
@@ -22,8 +24,18 @@ from rewriters.device.peak_memory import (
     schedule,
     sizes_at_peak,
 )
-from rewriters.ir.graph import LOOPS, Graph, ListSize, LoopFacts, Node, Shape, Tensor, shape_bytes
-from rewriters.ir.loop_bodies import element_spec, function_of, is_folded, num_iterations, readers_of, source_of
+from rewriters.ir.graph import BRANCHES, LOOPS, Graph, ListSize, LoopFacts, Node, Shape, Tensor, shape_bytes
+from rewriters.ir.loop_bodies import (
+    branch_runs,
+    branches_of,
+    element_spec,
+    function_of,
+    is_folded,
+    num_iterations,
+    readers_of,
+    set_stack_lengths,
+    source_of,
+)
 from rewriters.ir.op_traits import Trait, ops_with
 from rewriters.ir.static_values import Dim, StaticEvaluator, Value, constant, is_inexact
 from rewriters.ir.symbolic_dims import SymbolicDim
@@ -39,15 +51,72 @@ MAX_PENDING_ITERATIONS = 15
 _NOTHING = ListSize((), 0)
 
 
-def add_loop_facts(graph: Graph) -> None:
-    """Set the facts about loops, and about ops that create tensor lists, in place; unknown ones stay `None`."""
+def add_loop_facts(graph: Graph, runs: Mapping[str, Sequence[int]] | None = None) -> None:
+    """Set the facts about loops, and about ops that create tensor lists, in place; unknown ones stay `None`.
+
+    The length of a list that grows in a loop is in no shape. The shapes of tensors that depend on it are estimated.
+
+    Args:
+        graph: A step, or the body of a loop.
+        runs: How often each branch of conditionals of a body runs, by name, where it is known.
+    """
     nodes = graph.nodes.values()
-    if not any(node.op in LOOPS or any(dtype == tf.variant for dtype, _ in node.outputs) for node in nodes):
+    if not any(node.op in LOOPS | BRANCHES or any(dtype == tf.variant for dtype, _ in node.outputs) for node in nodes):
         return
+    _set_facts(graph, runs or {})
+    estimate, lengths = graph, _open_lengths(graph)
+    try:
+        while lengths:  # A loop over a stacked list has as many iterations.
+            estimate = estimate.copy()
+            set_stack_lengths(estimate, lengths)
+            _set_facts(estimate, runs or {})
+            lengths = _open_lengths(estimate)
+    except (ValueError, TypeError, RuntimeError, tf.errors.OpError):
+        return
+    if estimate is not graph:
+        _take_estimates(graph, estimate)
+
+
+def _take_estimates(graph: Graph, estimate: Graph) -> None:
+    """Set facts about memory that hold for estimated shapes; bodies of loops keep the shapes that are certain."""
+    for node in graph.nodes.values():
+        other = estimate.nodes[node.name]
+        specs = enumerate(zip(node.outputs, other.outputs, strict=True))
+        shapes = {index: shape for index, ((_, before), (_, shape)) in specs if before != shape}
+        facts = node.loop
+        if other.loop is not None and (facts is not None or other.loop.body is None):
+            facts = dataclasses.replace(facts or other.loop, lists=other.loop.lists, lengths=other.loop.lengths)
+        if shapes:
+            facts = dataclasses.replace(facts or LoopFacts({}), estimated_shapes=shapes)
+        node.loop = facts
+
+
+def _set_facts(graph: Graph, runs: Mapping[str, Sequence[int]]) -> None:
     evaluate = StaticEvaluator(graph)
     for node in graph.execution_order():
-        if node.loop is None:
-            node.loop = _loop_facts(graph, node, evaluate) if node.op in LOOPS else _list_facts(node)
+        if node.op in LOOPS:
+            node.loop = _loop_facts(graph, node, evaluate)
+        else:
+            node.loop = _branch_facts(graph, node, runs.get(node.name)) if node.op in BRANCHES else _list_facts(node)
+
+
+def _open_lengths(graph: Graph) -> dict[str, int]:
+    """Return the lengths of the lists that are stacked to tensors of unknown length, by the name of the op.
+
+    A list that grows in a loop whose number of iterations is unknown counts as one element, of which the step's
+    prediction says that it leaves out the loop.
+    """
+    lengths: dict[str, int] = {}
+    for node in graph.nodes.values():
+        if node.op != "TensorListStack" or node.attrs["num_elements"].i >= 0:
+            continue
+        tensor = source_of(node.inputs[0])
+        facts, size = tensor.node.loop, list_size(tensor)
+        if size is not None and size.length is not None and size.elements:
+            lengths[node.name] = size.length * len(size.elements)
+        elif size is None and facts is not None and facts.body is not None and not facts.lengths:
+            lengths[node.name] = 1
+    return lengths
 
 
 def list_size(tensor: Tensor) -> ListSize | None:
@@ -60,14 +129,22 @@ def _list_facts(node: Node) -> LoopFacts | None:
     """Return the facts about an op outside of loops that creates a list."""
     if not any(dtype == tf.variant for dtype, _ in node.outputs):
         return None
-    if node.op in ("EmptyTensorList", "TensorListReserve"):
+    if node.op in ("EmptyTensorList", "TensorListReserve", "OptionalNone"):
         return LoopFacts({0: _NOTHING})
+    if node.op == "OptionalFromValue":
+        spec = _element(node.inputs[0]) if len(node.inputs) == 1 else None
+        return None if spec is None else LoopFacts({0: ListSize((spec,), 1)}, {0: 0})
     if node.op == "TensorListFromTensor":
         stacked = node.inputs[0]
         if not stacked.shape:
             return None
         slices = ListSize(((stacked.dtype, stacked.shape[1:]),), stacked.shape[0])
         return LoopFacts({0: slices}, {0: 0} if _is_aligned(slices) else {}, element_specs={0: slices.elements[0]})
+    if node.op in ops_with(Trait.SETS_ELEMENT):
+        before, spec = list_size(node.inputs[0]), (node.inputs[-1].dtype, node.inputs[-1].shape)
+        if before is None or before.length is None or not _grows(node) or before.elements not in ((), (spec,)):
+            return None
+        return LoopFacts({0: ListSize((spec,), before.length + 1)})
     if node.op in ("ZerosLike", "AddN"):
         sizes = [size for t in node.inputs if (size := list_size(t)) is not None and size.elements]
         return LoopFacts({0: sizes[0]}) if sizes else None
@@ -77,9 +154,98 @@ def _list_facts(node: Node) -> LoopFacts | None:
     return None
 
 
+def _grows(node: Node) -> bool:
+    """Return whether a list grows by the element that an op sets."""
+    return node.op == "TensorListPushBack" or node.attrs["resize_if_index_out_of_bounds"].b
+
+
+def _element(tensor: Tensor) -> tuple[tf.DType, Shape] | None:
+    """Return the type and shape of an element; that of a list of lists is all of the inner list."""
+    if tensor.dtype != tf.variant:
+        return None if tensor.shape is None else (tensor.dtype, tensor.shape)
+    size = list_size(tensor)
+    if size is None or len(size.elements) > 1:
+        return None
+    ((dtype, shape),) = size.elements or ((tf.int32, (0,)),)
+    return dtype, None if shape is None else (size.length, *shape)
+
+
 def _specs(tensor: Tensor, index: int = 0) -> dict[int, tuple[tf.DType, Shape]]:
     spec = element_spec(tensor)
     return {} if spec is None else {index: spec}
+
+
+def _branch_facts(graph: Graph, node: Node, runs: Sequence[int] | None) -> LoopFacts | None:
+    """Return the facts about a conditional.
+
+    Where it is unknown which branch runs, it is the one that saves most for the backward pass.
+    """
+    if all(dtype == tf.bool and shape == () for dtype, shape in node.outputs):
+        return None  # An assertion.
+    branches = branches_of(graph, node)
+    if not branches:
+        return None
+    for branch in branches:
+        add_loop_facts(branch)
+    facts = [_facts_of_branch(branch) for branch in branches]
+    heaviest = max(facts, key=_branch_bytes)
+    return heaviest if runs is None else _facts_of_runs(heaviest, [p for p in zip(facts, runs, strict=True) if p[1]])
+
+
+def _facts_of_runs(heaviest: LoopFacts, branches: Sequence[tuple[LoopFacts, int]]) -> LoopFacts:
+    """Return the facts about a conditional of which each branch runs in a known number of iterations."""
+    runs: dict[int, int] = {}
+    lists: dict[int, ListSize] = {}
+    operand_buffers, output_buffers = dict(heaviest.operand_buffers), dict(heaviest.output_buffers)
+    for index in heaviest.lists:
+        filled = [(facts, count) for facts, count in branches if index in facts.lists and facts.lists[index].elements]
+        runs[index] = sum(count for _, count in filled)
+        lists[index] = _NOTHING
+        for facts, _ in filled[:1]:
+            lists[index] = facts.lists[index]
+            for mine, theirs in (
+                (operand_buffers, facts.operand_buffers),
+                (output_buffers, facts.output_buffers),
+            ):
+                mine.pop(index, None)
+                mine.update({index: theirs[index]} if index in theirs else {})
+    return dataclasses.replace(
+        heaviest, lists=lists, operand_buffers=operand_buffers, output_buffers=output_buffers, runs=runs
+    )
+
+
+def _branch_bytes(facts: LoopFacts) -> tuple[int, int]:
+    """Return the bytes that a branch saves, and those of all its results."""
+    nodes = () if facts.body is None else facts.body.nodes.values()
+    results = sum(node.out(index).num_bytes(1) for node in nodes for index in range(len(node.outputs)))
+    return sum(size.num_bytes(1) for size in facts.lists.values()), results
+
+
+def _facts_of_branch(branch: Graph) -> LoopFacts:
+    """Return the facts about a conditional that runs one of its branches."""
+    position = {tensor: number + 1 for number, tensor in enumerate(branch.inputs)}
+    lists: dict[int, ListSize] = {}
+    operand_buffers: dict[int, int] = {}
+    output_buffers: dict[int, int] = {}
+    owner: dict[Tensor, int] = {}
+    for index, tensor in enumerate(branch.outputs):
+        size = list_size(tensor) if tensor.dtype == tf.variant else None
+        lists.update({} if size is None else {index: size})
+        value = _value_of(tensor)
+        if value in position:
+            operand_buffers[index] = position[value]
+        elif owner.setdefault(value, index) != index:
+            output_buffers[index] = owner[value]
+    return LoopFacts(lists, operand_buffers, output_buffers, branch)
+
+
+def _value_of(tensor: Tensor) -> Tensor:
+    """Return the tensor whose buffer a result of a branch is, or holds as an optional."""
+    while tensor.node.op == "OptionalFromValue" or (
+        properties.forwards_input_buffer(tensor.node) and tensor.node.inputs
+    ):
+        tensor = tensor.node.inputs[0]
+    return tensor
 
 
 def _is_aligned(size: ListSize) -> bool:
@@ -90,8 +256,11 @@ def _loop_facts(graph: Graph, node: Node, evaluate: StaticEvaluator) -> LoopFact
     body, condition = function_of(graph, node, "body"), function_of(graph, node, "cond")
     if body is None or condition is None:
         return None
-    add_loop_facts(body)
-    return loop_facts(node, body, _lengths(node, body, condition, evaluate))
+    initial = [evaluate(t) if t.dtype.is_integer else None for t in node.inputs]
+    lengths = _lengths(node, body, condition, initial, evaluate)
+    length = lengths[0] if lengths else None
+    add_loop_facts(body, None if length is None else branch_runs(body, initial, length))
+    return loop_facts(node, body, lengths)
 
 
 def loop_facts(node: Node, body: Graph, lengths: tuple[int | None, ...]) -> LoopFacts:
@@ -105,17 +274,18 @@ def loop_facts(node: Node, body: Graph, lengths: tuple[int | None, ...]) -> Loop
     return _LoopReader(node, body, lengths).facts()
 
 
-def _lengths(node: Node, body: Graph, condition: Graph, evaluate: StaticEvaluator) -> tuple[int | None, ...]:
+def _lengths(
+    node: Node, body: Graph, condition: Graph, initial: Sequence[Value], evaluate: StaticEvaluator
+) -> tuple[int | None, ...]:
     """Return the largest number of iterations, as `LoopFacts` holds it.
 
     Where no counter bounds the loop, its lists do: one that it fills, or one that it reads.
     """
-    initial = [evaluate(t) if t.dtype.is_integer else None for t in node.inputs]
     bounds: list[Dim | Value] = [num_iterations(body, condition, initial)]
     for tensor in map(source_of, node.inputs):
         size = list_size(tensor)
         if tensor.node.op in ("EmptyTensorList", "TensorListReserve"):
-            bounds.append(evaluate(tensor.node.inputs[1]))
+            bounds.append(evaluate(tensor.node.inputs[1]) or None)  # A list that grows begins with no element.
         elif size is not None and size.elements:
             bounds.append(SymbolicDim() if size.length is None else size.length)
     known = [bound for bound in bounds if isinstance(bound, SymbolicDim) or (isinstance(bound, int) and bound >= 0)]
@@ -131,7 +301,7 @@ class _LoopReader:
         self._lengths = lengths
         self._position = {tensor: position for position, tensor in enumerate(body.inputs)}
         self._outputs = [source_of(tensor) for tensor in body.outputs]
-        self._owner: dict[Tensor, int] = {}
+        self._sharing: dict[Tensor, list[int]] = {}
         self._repeated = _common_subexpressions(body)
         self._lists: dict[int, ListSize] = {}
         self._operand_buffers: dict[int, int] = {}
@@ -149,6 +319,9 @@ class _LoopReader:
                 self._element_specs.update(_specs(self._node.inputs[index], index))
             elif tensor.dtype == tf.variant:
                 self._read_list(index)
+        for indices in self._sharing.values():
+            owner = max(indices, key=lambda index: self._lists[index].num_bytes(1))
+            self._output_buffers.update((index, owner) for index in indices if index != owner)
         return LoopFacts(
             self._lists, self._operand_buffers, self._output_buffers, self._body, self._lengths, self._element_specs
         )
@@ -171,13 +344,23 @@ class _LoopReader:
         stored = [
             (root, spec) for root, spec in zip(roots, specs, strict=True) if root is not None and spec is not None
         ]
-        self._lists[index] = ListSize(tuple(spec for _, spec in stored), self._lengths[0] if stored else 0)
+        self._lists[index] = ListSize(tuple(spec for _, spec in stored), self._length(index, appended) if stored else 0)
         if len(stored) == 1:
             ((root, _),) = stored
             if isinstance(root, int):
                 self._operand_buffers[index] = root
-            elif self._owner.setdefault(root, index) != index:
-                self._output_buffers[index] = self._owner[root]
+            else:
+                self._sharing.setdefault(root, []).append(index)
+
+    def _length(self, index: int, appended: Sequence[Tensor]) -> int | None:
+        """Return the number of elements that a list has after the loop, by each of the ops that append to it."""
+        length, before = self._lengths[0], list_size(self._node.inputs[index])
+        if len(appended) == 1 and (facts := source_of(appended[0]).node.loop) is not None:
+            length = facts.runs.get(source_of(appended[0]).index, length)
+        last = source_of(self._body.outputs[index]).node
+        if length is None or before is None or last.op not in ops_with(Trait.SETS_ELEMENT) or not _grows(last):
+            return length
+        return length + (before.length or 0)
 
     def _root(self, tensor: Tensor) -> Tensor | int | None:
         """Return the tensor whose buffer an element is: an operand's position, or `None` for a variable or constant."""
@@ -189,6 +372,8 @@ class _LoopReader:
                 if self._outputs[position] == tensor:
                     return position
                 tensor = self._outputs[position]  # The result of the iteration before.
+            elif tensor.node.op in BRANCHES and tensor != (passed := _passed_on(tensor)):
+                tensor = passed
             elif tensor.node.op == "TensorListGetItem" and source_of(tensor.node.inputs[0]) in self._position:
                 tensor = source_of(tensor.node.inputs[0])
                 if self._outputs[self._position[tensor]] != tensor:
@@ -199,21 +384,26 @@ class _LoopReader:
         return tensor
 
     def _spec(self, tensor: Tensor, index: int) -> tuple[tf.DType, Shape] | None:
-        """Return the type and shape of an element; that of a list of lists is all of the inner list."""
-        if tensor.dtype != tf.variant:
-            shape = tensor.shape if tensor.shape is not None else self._declared_shape(index)
-            return None if shape is None and tensor.dtype not in (tf.resource, tf.string) else (tensor.dtype, shape)
-        size = list_size(tensor)
-        if size is None or len(size.elements) > 1:
-            return None
-        ((dtype, shape),) = size.elements or ((tf.int32, (0,)),)
-        return dtype, None if shape is None else (size.length, *shape)
+        """Return the type and shape of an element."""
+        if tensor.dtype == tf.variant or tensor.shape is not None:
+            return _element(tensor)
+        shape = self._declared_shape(index)
+        return None if shape is None and tensor.dtype not in (tf.resource, tf.string) else (tensor.dtype, shape)
 
     def _declared_shape(self, index: int) -> Shape:
         """Return the shape of the elements that the list was created for."""
         created = source_of(self._node.inputs[index]).node
         declared = constant(created.inputs[0].node) if created.op in ("EmptyTensorList", "TensorListReserve") else None
         return None if declared is None or not declared.ndim else tuple(None if d < 0 else int(d) for d in declared)
+
+
+def _passed_on(tensor: Tensor) -> Tensor:
+    """Return the operand or earlier result of a conditional whose buffer a result is; by default the result."""
+    node, index = tensor
+    facts = node.loop or LoopFacts({})
+    if index in facts.operand_buffers:
+        return node.inputs[facts.operand_buffers[index]]
+    return node.out(facts.output_buffers.get(index, index))
 
 
 def _common_subexpressions(body: Graph) -> dict[Tensor, Tensor]:
@@ -265,6 +455,8 @@ def _appended(result: Tensor, argument: Tensor) -> list[Tensor] | None:
 def loop_iterations(graph: Graph, batch: int) -> dict[str, list[IterationTrace]]:
     """Return the memory of an iteration of each loop of the step, by the loop's name, beside complete lists.
 
+    That of a conditional is the memory of its branch beside the results.
+
     The last iteration computes the last elements of the lists: its own memory is that above its elements. Where
     iterations overlap, as those of `tf.map_fn` do, the lists are incomplete meanwhile. The tensors of an iteration are
     allocated one by one: each may occupy up to twice its bytes.
@@ -283,31 +475,38 @@ def loop_iterations(graph: Graph, batch: int) -> dict[str, list[IterationTrace]]
 
 
 def _iteration_sizes(node: Node, batch: int) -> list[int]:
-    """Return the sizes of the tensors that an iteration of a loop needs beside the elements of its lists."""
-    if node.op not in LOOPS or node.loop is None or node.loop.body is None:
+    """Return the sizes of the tensors that an iteration needs beside elements of lists, or a branch beside results."""
+    if node.loop is None or node.loop.body is None:
         return []
     body = node.loop.body
     order = body.execution_order()
     scratch = {inner: op_scratch(inner, batch) + sum(_iteration_sizes(inner, batch)) for inner in order}
-    elements = {
-        tensor for index in range(len(body.outputs)) for tensor in appended_elements(body, index) or () if tensor.shape
-    }
+    appended = [appended_elements(body, index) or () for index in range(len(body.outputs))] if node.op in LOOPS else []
+    elements = {tensor for tensors in appended for tensor in tensors if tensor.shape}
 
     def num_bytes(tensor: Tensor) -> int:
         return 0 if tensor.dtype == tf.variant or is_folded(tensor) else tensor.num_bytes(batch)
 
     events = schedule(order, num_bytes, concurrent_scratch(scratch, order), [*body.outputs, *elements])
     sizes = sizes_at_peak(events)
-    # Complete lists count the elements that an iteration appends or removes. Others take the memory of removed ones.
-    appended = (shape_bytes(*e, batch) for size in _own_lists(node.loop) for e in size.elements)
-    removed = (num_bytes(inner.out(1)) for inner in order if inner.op == "TensorListPopBack")
-    for element_bytes in (*appended, *removed):
-        if element_bytes in sizes:
-            sizes.remove(element_bytes)
+    if node.op in BRANCHES:
+        counted = [num_bytes(tensor) for tensor in {_value_of(t) for t in body.outputs}.difference(body.inputs)]
+    else:  # Complete lists count elements that are appended or removed. Others take the memory of removed ones.
+        counted = [shape_bytes(*e, batch) for size in _own_lists(node.loop) for e in size.elements]
+        counted += [num_bytes(inner.out(1)) for inner in order if inner.op == "TensorListPopBack"]
+    for counted_bytes in counted:
+        if counted_bytes in sizes:
+            sizes.remove(counted_bytes)
+    if node.op in LOOPS:
+        sizes += _pending(node, batch) * [tensor.num_bytes(batch) for tensor in _accumulated(body)]
+    return sizes
+
+
+def _pending(node: Node, batch: int) -> int:
+    """Return the number of iterations of a loop whose terms of sums wait to be added."""
     pending = min(node.attrs["parallel_iterations"].i - 1, MAX_PENDING_ITERATIONS)
-    if node.loop.lengths:
-        pending = min(pending, (node.loop.lengths[0] or batch) - 1)
-    return sizes + pending * [tensor.num_bytes(batch) for tensor in _accumulated(body)]
+    lengths = () if node.loop is None else node.loop.lengths
+    return min(pending, (lengths[0] or batch) - 1) if lengths else pending
 
 
 def _accumulated(body: Graph) -> list[Tensor]:

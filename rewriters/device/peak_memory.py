@@ -123,7 +123,8 @@ class _Scheduler:
         """Record the allocation of results, the run of the op, then frees of tensors without further consumers."""
         reusable = self._reusable(node)
         outputs = [node.out(index) for index in range(len(node.outputs))]
-        for tensor in outputs:
+        shared = node.loop.output_buffers if node.loop is not None else {}
+        for tensor in sorted(outputs, key=lambda tensor: tensor.index in shared) if shared else outputs:
             buffer, reusable = self._buffer(node, tensor, reusable)
             buffer.uses += self._reads.get(tensor, 0)
             self._buffers[tensor] = buffer
@@ -181,7 +182,7 @@ class _Scheduler:
         if index in facts.output_buffers:
             owner = self._buffers[node.out(facts.output_buffers[index])]
             return owner if owner.num_bytes else None
-        if facts.body is None or tensor.dtype == tf.variant:
+        if node.op not in LOOPS or facts.body is None or tensor.dtype == tf.variant:
             return None
         before = node.inputs[index]  # The first iteration frees it, and the last one returns as many bytes.
         buffer = self._buffers.get(before)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from rewriters.analysis.graph_analysis import GraphAnalysis
-from rewriters.ir.graph import LOOPS, PER_PIXEL, Graph, Node
+from rewriters.ir.graph import PER_PIXEL, Node
 
 __all__: list[str] = []
 
@@ -13,7 +13,7 @@ __all__: list[str] = []
 def unmodelled(analysis: GraphAnalysis) -> list[Node]:
     """Return the forward ops whose memory the graph does not determine; predictions do not include it.
 
-    They are branches and calls of the original step, `Where`, and the tensor lists and loops that
+    They are calls of the original step, `Where`, and the tensor lists, loops and conditionals that
     `device/loop_lists.py` cannot read.
     """
     nodes = []
@@ -21,9 +21,7 @@ def unmodelled(analysis: GraphAnalysis) -> list[Node]:
         if node not in analysis.data or node in analysis.backward or PER_PIXEL in node.attrs:
             continue
         is_list = any(node.out(i).dtype == tf.variant and not _is_modelled(node, i) for i in range(len(node.outputs)))
-        has_body = any(value.HasField("func") for value in node.attrs.values())
-        has_body = has_body and (node.loop is None or node.loop.body is None or not _is_read(node.loop.body))
-        if is_list or (has_body and not _is_assertion(node)) or node.op == "Where":
+        if is_list or not _is_read_op(node):
             nodes.append(node)
     return nodes
 
@@ -32,14 +30,13 @@ def _is_modelled(node: Node, index: int) -> bool:
     return node.loop is not None and index in node.loop.lists
 
 
-def _is_read(body: Graph) -> bool:
-    """Return whether a loop's body contains only ops whose memory it determines."""
-    return not any(
-        node.op == "Where"
-        or (node.op in LOOPS and (node.loop is None or node.loop.body is None or not _is_read(node.loop.body)))
-        or (node.op not in LOOPS and any(value.HasField("func") for value in node.attrs.values()))
-        for node in body.nodes.values()
-    )
+def _is_read_op(node: Node) -> bool:
+    """Return whether the memory of an op is in its shapes, or in its facts and those of the ops of its body."""
+    body = None if node.loop is None else node.loop.body
+    if body is not None:
+        return all(_is_read_op(inner) for inner in body.nodes.values())
+    has_function = any(value.HasField("func") or value.list.func for value in node.attrs.values())
+    return node.op != "Where" and (not has_function or _is_assertion(node))
 
 
 def _is_assertion(node: Node) -> bool:

@@ -65,16 +65,20 @@ class ListSize:
 
 @dataclasses.dataclass(frozen=True)
 class LoopFacts:
-    """Memory of a loop's results, or of an op that creates a tensor list.
+    """Memory of the results of a loop, of a conditional, or of an op that creates a tensor list or an optional.
 
     Attributes:
         lists: Sizes of the lists among the outputs, by output index.
         operand_buffers: Operand whose buffer an output is, or whose buffer holds the elements of a list.
-        output_buffers: Earlier output whose elements a list consists of.
-        body: Function of one iteration, without nodes that no result needs; `None` for an op that is no loop.
+        output_buffers: Other output whose elements a list consists of, or whose buffer an output is.
+        body: Function of one iteration, or the branch of a conditional that is assumed to run, without nodes that no
+            result needs; `None` for other ops.
         lengths: Largest number of iterations as the only element, `None` for the batch size; empty if unknown.
         element_specs: (dtype, shape) of the elements of the lists among the outputs, by output index, where all are
             alike.
+        runs: Number of iterations of the loop around a conditional in which an output is no empty optional, by output
+            index, where it is known.
+        estimated_shapes: Estimates of the shapes that depend on the length of a list, by output index of any op.
     """
 
     lists: Mapping[int, ListSize]
@@ -83,6 +87,8 @@ class LoopFacts:
     body: Graph | None = None
     lengths: tuple[int | None, ...] = ()
     element_specs: Mapping[int, tuple[tf.DType, Shape]] = dataclasses.field(default_factory=dict)
+    runs: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    estimated_shapes: Mapping[int, Shape] = dataclasses.field(default_factory=dict)
 
 
 def shape_bytes(dtype: tf.DType, shape: Shape, batch: int) -> int:
@@ -111,7 +117,7 @@ class Node:
         attrs: `AttrValue` messages by name; copies share the mapping, which is replaced and never edited.
         device: Requested device, or an empty string.
         outputs: (dtype, shape) of every output.
-        loop: Facts of a loop, or of an op that creates a tensor list; `None` for any other op.
+        loop: Facts about results whose memory is not in their shapes, such as those of a loop; `None` for other ops.
     """
 
     __slots__ = ("attrs", "control_inputs", "device", "inputs", "loop", "name", "op", "outputs")
@@ -183,6 +189,11 @@ class Tensor(NamedTuple):
         """Static shape; `None` if the rank is unknown, with `None` for unknown sizes."""
         return self.node.outputs[self.index][1]
 
+    def estimated_size(self) -> LoopFacts | None:
+        """Return facts for an op whose result has the size of this tensor; `None` if that is in the shape."""
+        shapes = {} if self.node.loop is None else self.node.loop.estimated_shapes
+        return LoopFacts({}, estimated_shapes={0: shapes[self.index]}) if self.index in shapes else None
+
     def num_bytes(self, batch: int = 1) -> int:
         """Return the bytes of the tensor, with `batch` for each unknown size; 0 for an unknown rank.
 
@@ -190,6 +201,8 @@ class Tensor(NamedTuple):
         or transposition may have fewer unknown ones.
         """
         dtype, shape = self.node.outputs[self.index]
+        if self.node.loop is not None:
+            shape = self.node.loop.estimated_shapes.get(self.index, shape)
         if shape is not None and shape.count(None) > 1 and self.node.op in _KEEP_SIZE and not self.index:
             operand = self.node.inputs[0]
             if operand.shape is not None and operand.shape.count(None) <= shape.count(None):

@@ -6,11 +6,12 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from rewriters.ir import tf_internals
-from rewriters.ir.graph import Graph, Node, Shape, Tensor, from_tf_graph
-from rewriters.ir.static_values import Dim, StaticEvaluator, Value
+from rewriters.ir.graph import BRANCHES, Graph, Node, Shape, Tensor, from_tf_graph
+from rewriters.ir.static_values import Dim, StaticEvaluator, Value, constant
 from rewriters.ir.symbolic_dims import SymbolicDim
 
 __all__: list[str] = []
@@ -27,6 +28,25 @@ _COUNTS: dict[str, Callable[[int, int, int], int | None]] = {
 """Functions that return the number of steps after which a counter no longer fulfils a comparison with a limit."""
 
 
+_ARITHMETIC: dict[str, Callable[..., Any]] = {
+    "Add": np.add,
+    "AddV2": np.add,
+    "Sub": np.subtract,
+    "Mul": np.multiply,
+    "FloorMod": np.mod,
+    "Equal": np.equal,
+    "NotEqual": np.not_equal,
+    "Less": np.less,
+    "LessEqual": np.less_equal,
+    "Greater": np.greater,
+    "GreaterEqual": np.greater_equal,
+    "LogicalAnd": np.logical_and,
+    "LogicalOr": np.logical_or,
+    "LogicalNot": np.logical_not,
+}
+"""Functions that compute a condition from the values of a counter in all iterations."""
+
+
 def _num_steps(distance: int, step: int) -> int | None:
     """Return the number of steps that cover a distance; `None` for steps in the other direction."""
     return max(-(-distance // step), 0) if step > 0 else None
@@ -40,12 +60,30 @@ def function_of(graph: Graph, node: Node, attr: str) -> Graph | None:
         node: The loop.
         attr: Attribute that names the function: `"body"` or `"cond"`.
     """
-    definition = _definition(graph, node, attr)
+    return _function(graph, node.attrs[attr].func.name, node.inputs, node.outputs)
+
+
+def branches_of(graph: Graph, node: Node) -> list[Graph] | None:
+    """Return the branches of a conditional as graphs with shapes, that of a true condition first.
+
+    `None` as for `function_of`.
+    """
+    either = [node.attrs[attr].func.name for attr in ("then_branch", "else_branch") if attr in node.attrs]
+    functions = either or [function.name for function in node.attrs["branches"].list.func]
+    operands = node.inputs[1:]
+    branches = [_function(graph, name, operands, [(t.dtype, t.shape) for t in operands]) for name in functions]
+    return None if None in branches else [branch for branch in branches if branch is not None]
+
+
+def _function(
+    graph: Graph, name: str, operands: Sequence[Tensor], specs: Sequence[tuple[tf.DType, Shape]]
+) -> Graph | None:
+    definition = _definition(graph, name)
     if definition is None:
         return None
-    handles = [graph.variables.get(source_of(t).node.name) or element_spec(t) for t in node.inputs]
+    handles = [graph.variables.get(source_of(t).node.name) or element_spec(t) for t in operands]
     try:
-        return _imported(definition, graph.library, node.outputs, handles)
+        return _imported(definition, graph.library, specs, handles)
     except (ValueError, TypeError, RuntimeError, tf.errors.OpError):
         return None
 
@@ -56,8 +94,7 @@ def element_spec(tensor: Tensor) -> tuple[tf.DType, Shape] | None:
     return None if tensor.node.loop is None else tensor.node.loop.element_specs.get(tensor.index)
 
 
-def _definition(graph: Graph, node: Node, attr: str) -> Any:
-    name = node.attrs[attr].func.name
+def _definition(graph: Graph, name: str) -> Any:
     return next((f for f in graph.library.function if f.signature.name == name), None)
 
 
@@ -85,7 +122,7 @@ def folded_tensors(graph: Graph) -> Iterator[Tensor]:
 
 def function_reads(graph: Graph, node: Node, attr: str, position: int) -> bool:
     """Return whether an op in a function of a loop reads the operand at a position; `attr` as for `function_of`."""
-    definition = _definition(graph, node, attr)
+    definition = _definition(graph, node.attrs[attr].func.name)
     if definition is None:
         return True
     argument = definition.signature.input_arg[position].name
@@ -130,6 +167,45 @@ def _imported(
     graph = from_tf_graph(traced, traced.inputs, outputs, effects)
     graph.prune()
     return graph
+
+
+def set_stack_lengths(graph: Graph, lengths: Mapping[str, int]) -> None:
+    """Infer the shapes of a graph in place for given lengths of lists that `TensorListStack` stacks.
+
+    Args:
+        graph: The graph. It is left as it is if TensorFlow cannot infer its shapes.
+        lengths: Lengths by the name of the `TensorListStack`.
+    """
+    for name, length in lengths.items():
+        node = graph.nodes[name]
+        node.attrs = {**node.attrs, "num_elements": tf.compat.v1.AttrValue(i=length)}
+    fed = {tensor.node.name for tensor in graph.inputs}
+    graph_def = graph.to_graph_def()
+    wanted = [node.out(index).name for node in graph.nodes.values() for index in range(len(node.outputs))]
+    inferred: list[Any] = []
+
+    def build(*arguments: Any) -> list[Any]:
+        for argument, tensor in zip(arguments, graph.inputs, strict=True):
+            if tensor.node.name in graph.variables:
+                tf_internals.set_handle_spec(argument, *graph.variables[tensor.node.name])
+        mapping = {tensor.name: argument for tensor, argument in zip(graph.inputs, arguments, strict=True)}
+        inferred.extend(tf.graph_util.import_graph_def(graph_def, mapping, wanted, name=""))
+        return []
+
+    tf_internals.trace_func_graph("lengths", build, [tf.TensorSpec(t.shape, t.dtype) for t in graph.inputs])
+    shapes = {name: tensor.shape for name, tensor in zip(wanted, inferred, strict=True)}
+    for node in graph.nodes.values():
+        if node.name not in fed:
+            specs = zip(node.outputs, (shapes[node.out(index).name] for index in range(len(node.outputs))), strict=True)
+            node.outputs = [(dtype, _refined(shape, found)) for (dtype, shape), found in specs]
+
+
+def _refined(shape: Shape, inferred: Any) -> Shape:
+    """Return a shape with the sizes that are unknown in it, but have been inferred."""
+    if inferred.rank is None or (shape is not None and len(shape) != inferred.rank):
+        return shape
+    sizes = tuple(inferred)
+    return tuple(size if known is None else known for known, size in zip(shape or sizes, sizes, strict=True))
 
 
 def source_of(tensor: Tensor) -> Tensor:
@@ -217,6 +293,44 @@ def _counts(tensor: Tensor, body: Graph, condition: Graph, initial: Sequence[Val
             count = _COUNTS[node.op](sign * start, sign * limit, sign * step)
             return [] if count is None else [count]
     return []
+
+
+def branch_runs(body: Graph, initial: Sequence[Value], length: int) -> dict[str, list[int]]:
+    """Return how often each branch runs of the conditionals whose condition depends on counters alone, by name.
+
+    Args:
+        body: Function of one iteration.
+        initial: Static values of the loop's operands.
+        length: Number of iterations.
+    """
+    known: dict[Tensor, np.ndarray] = {}
+    for position, (argument, start) in enumerate(zip(body.inputs, initial, strict=True)):
+        step = 0 if source_of(body.outputs[position]) == argument else _step(body, position)
+        if isinstance(start, int) and step is not None:
+            known[argument] = start + step * np.arange(length)
+    runs: dict[str, list[int]] = {}
+    for node in body.nodes.values():
+        chosen = _values(node.inputs[0], known) if node.op in BRANCHES else None
+        if chosen is not None:
+            many = len(node.attrs["branches"].list.func) if "branches" in node.attrs else 2
+            chosen = np.broadcast_to(chosen if "branches" in node.attrs else np.equal(chosen, 0), length)
+            out_of_range = (chosen < 0) | (chosen >= many)  # Runs the last branch.
+            runs[node.name] = np.bincount(np.where(out_of_range, many - 1, chosen), minlength=many).tolist()
+    return runs
+
+
+def _values(tensor: Tensor, known: Mapping[Tensor, np.ndarray]) -> np.ndarray | None:
+    """Return the values of a number in all iterations; `None` if they are unknown."""
+    tensor = source_of(tensor)
+    if tensor in known or tensor.shape != ():
+        return known.get(tensor)
+    if tensor.node.op == "Const":
+        return constant(tensor.node)
+    operands = [_values(operand, known) for operand in tensor.node.inputs] if tensor.node.op in _ARITHMETIC else [None]
+    if any(operand is None for operand in operands):
+        return None
+    with np.errstate(all="ignore"):
+        return np.asarray(_ARITHMETIC[tensor.node.op](*operands))
 
 
 def _step(body: Graph, position: int) -> int | None:

@@ -1,6 +1,7 @@
 """Measured and predicted peaks of a step with a loop, with the statistics of oneDNN's allocator; a program, no test.
 
-Arguments: a spill directory, and for recurrent layers in training a budget, `smallest` or `middle`.
+Arguments: a spill directory, and for recurrent layers in training a budget, `smallest` or `middle`, or the name of a
+step of `loops.py`.
 """
 
 import os
@@ -9,22 +10,22 @@ import sys
 os.environ["TF_ENABLE_ONEDNN_OPTS"] = "1"
 
 import keras
+import loops
 import numpy as np
 import tensorflow as tf
 from children import say
 from keras import layers
-from loops import Warp
 
 import tflms_sft
 
-SIZE, BATCH = 512, 16
+SIZE, BATCH, FEATURES = 512, 16, 128
 
 
 def gradient_step():
     """Return a step that displaces the rows of images: elements of 1 MiB, which the statistics count."""
     keras.utils.set_random_seed(0)
     image = keras.Input((SIZE, SIZE, 1), batch_size=BATCH)
-    model = keras.Model(image, Warp(name="warp")(image, layers.Conv2D(1, 3, padding="same")(image)))
+    model = keras.Model(image, loops.Warp(name="warp")(image, layers.Conv2D(1, 3, padding="same")(image)))
 
     @tf.function
     def step(images, targets):
@@ -64,6 +65,19 @@ def trained(budget):
     say("measured", plan.measured.peak_bytes)
 
 
+def hand_written(name):
+    """Print the peaks of a step with elements of 1 MiB, as it is and with its lists swapped."""
+    random = np.random.default_rng(0)
+    weight = tf.Variable(random.random((FEATURES, FEATURES)) / FEATURES, dtype=tf.float32)
+    batch = [random.random((2**18 // FEATURES, FEATURES), dtype="float32")]
+    step = tf.function(lambda x: getattr(loops, name)(x, weight))
+    swapped = tflms_sft.rewrite(step, tflms_sft.LMSParams(spill_dir=sys.argv[1], tier="disk"), *batch)
+    say("plain measured", largest_peak(step, batch))
+    say("plain predicted", swapped.plan.original.peak_bytes)
+    say("swapped measured", largest_peak(swapped, batch))
+    say("swapped predicted", swapped.plan.predicted.peak_bytes)
+
+
 def main():
     step, random = gradient_step(), np.random.default_rng(0)
     batch = [random.random((BATCH, SIZE, SIZE, 1), dtype="float32") for _ in range(2)]
@@ -76,4 +90,8 @@ def main():
 
 
 if __name__ == "__main__":
-    trained(sys.argv[2]) if len(sys.argv) > 2 else main()
+    choice = sys.argv[2] if len(sys.argv) > 2 else ""
+    if choice in ("smallest", "middle"):
+        trained(choice)
+    else:
+        hand_written(choice) if choice else main()

@@ -8,6 +8,9 @@ from keras import layers
 
 STEPS, BATCH = 5, 3
 
+LENGTH = 9
+"""Iterations of loops written by hand."""
+
 
 def warp(pair):
     """Sample an image at displaced positions, bilinearly along its rows."""
@@ -105,6 +108,47 @@ def twice_step(x, weight):
         _, y = tf.while_loop(lambda i, _: i < 4, lambda i, y: (i + 1, tf.tanh(y @ weight)), (0, x))
         first, second = tf.reduce_sum(y**2), tf.reduce_sum(tf.sin(y))
     return tape.gradient(first, weight), tape.gradient(second, weight)
+
+
+def growing_step(x, weight):
+    """A loop that appends to a list of unknown size; the stacked list is transposed and summed."""
+    with tf.GradientTape() as tape:
+        states = tf.TensorArray(x.dtype, 0, dynamic_size=True, clear_after_read=False, element_shape=x.shape)
+        _, states = tf.while_loop(
+            lambda i, _: i < LENGTH,
+            lambda i, states: (i + 1, states.write(i + 1, tf.tanh(states.read(i) @ weight))),
+            (0, states.write(0, tf.sin(x))),
+        )
+        loss = tf.reduce_sum(tf.transpose(states.stack(), (1, 0, 2)) ** 2)
+    return loss, tape.gradient(loss, weight)
+
+
+def branch_step(x, weight, condition=lambda i, _: tf.equal(i % 3, 0)):
+    """A loop with a conditional, of which one branch saves two tensors and the other one saves none."""
+    with tf.GradientTape() as tape:
+
+        def body(i, y):
+            y = tf.tanh(y @ weight)
+            return i + 1, tf.cond(condition(i, y), lambda: tf.tanh(tf.sigmoid(tf.sin(y))) + y, lambda: tf.sin(y))
+
+        _, y = tf.while_loop(lambda i, _: i < LENGTH, body, (0, x))
+        loss = tf.reduce_sum(y**2)
+    return loss, tape.gradient(loss, weight)
+
+
+def unknown_branch_step(x, weight):
+    """A loop whose branches depend on data."""
+    return branch_step(x, weight, lambda i, y: tf.reduce_sum(y) > 0)
+
+
+def unbounded_growing_step(x, weight):
+    """A loop whose list grows by an unknown number of elements."""
+    count = tf.cast(tf.reduce_sum(x), tf.int32)
+    states = tf.TensorArray(x.dtype, 0, dynamic_size=True, element_shape=x.shape)
+    _, states = tf.while_loop(
+        lambda i, _: i < count, lambda i, states: (i + 1, states.write(i, tf.tanh(x @ weight))), (0, states)
+    )
+    return tf.reduce_sum(states.stack(), 0), weight
 
 
 def unbounded_step(x, weight):

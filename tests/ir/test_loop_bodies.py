@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from rewriters.ir import tf_internals
 from rewriters.ir.graph import LOOPS, from_concrete_function
-from rewriters.ir.loop_bodies import add_body, function_of, function_reads, num_iterations
+from rewriters.ir.loop_bodies import add_body, branch_runs, function_of, function_reads, num_iterations
 from rewriters.ir.static_values import StaticEvaluator
 from rewriters.ir.symbolic_dims import SymbolicDim
 
@@ -44,6 +44,45 @@ def loop(start, goes_on, change, **options):
 )
 def test_num_iterations_counter_of_constants_is_counted(function, count):
     assert counted(function) == count
+
+
+@pytest.mark.parametrize(
+    ("condition", "runs"),
+    (
+        (lambda i, y: tf.equal(i % 3, 0), [2, 5]),
+        (lambda i, y: tf.logical_and(i > 2, tf.logical_not(i >= 6)), [3, 4]),
+        (lambda i, y: 2 * i - 1 < 4, [2, 5]),
+        (lambda i, y: tf.reduce_sum(y) > 0, None),
+        (lambda i, y: tf.logical_or(i > 2, tf.reduce_sum(y) > 0), None),
+    ),
+)
+def test_branch_runs_condition_of_counter_is_evaluated(condition, runs):
+    """The counter begins with 1 and runs to 7."""
+
+    def step(x):
+        def body(i, y):
+            return i + 1, tf.cond(condition(i, y), lambda: tf.tanh(y), lambda: tf.sin(y))
+
+        return tf.while_loop(lambda i, _: i < 8, body, (1, x))[1]
+
+    graph, node = loop_of(step)
+    initial = [StaticEvaluator(graph)(tensor) for tensor in node.inputs]
+    found = branch_runs(function_of(graph, node, "body"), initial, 7)
+    assert list(found.values()) == ([] if runs is None else [runs])
+
+
+@pytest.mark.parametrize("index", (-1, 0, 5))
+def test_branch_runs_index_out_of_range_runs_last_branch(index):
+    def step(x):
+        def body(i, y):
+            return i + 1, tf.switch_case(i + index, [lambda: tf.tanh(y), lambda: tf.sin(y), lambda: tf.cos(y)])
+
+        return tf.while_loop(lambda i, _: i < 4, body, (0, x))[1]
+
+    graph, node = loop_of(step)
+    initial = [StaticEvaluator(graph)(tensor) for tensor in node.inputs]
+    (found,) = branch_runs(function_of(graph, node, "body"), initial, 4).values()
+    assert found == {-1: [1, 1, 2], 0: [1, 1, 2], 5: [0, 0, 4]}[index]
 
 
 def test_num_iterations_open_batch_is_symbol():

@@ -17,6 +17,7 @@ _ = catalogue  # Importing it fills the registry.
 ROOT = Path(__file__).parents[2]
 
 DISPATCH = {
+    ("rewriters.ir.loop_bodies", "_ARITHMETIC"),
     ("rewriters.ir.loop_bodies", "_COUNTS"),
     ("rewriters.ir.static_values", "_HANDLERS"),
     ("rewriters.ir.symbolic_dims", "_KEEPS"),
