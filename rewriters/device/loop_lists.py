@@ -142,9 +142,15 @@ def _list_facts(node: Node) -> LoopFacts | None:
         return LoopFacts({0: slices}, {0: 0} if _is_aligned(slices) else {}, element_specs={0: slices.elements[0]})
     if node.op in ops_with(Trait.SETS_ELEMENT):
         before, spec = list_size(node.inputs[0]), (node.inputs[-1].dtype, node.inputs[-1].shape)
-        if before is None or before.length is None or not _grows(node) or before.elements not in ((), (spec,)):
+        if before is None or before.length is None or spec[0] == tf.variant or spec[1] is None:
             return None
-        return LoopFacts({0: ListSize((spec,), before.length + 1)})
+        if not before.elements:
+            return LoopFacts({0: ListSize((spec,), 1)}, {0: len(node.inputs) - 1})
+        return (
+            LoopFacts({0: ListSize((spec,), before.length + 1)})
+            if _grows(node) and before.elements == (spec,)
+            else None
+        )
     if node.op in ("ZerosLike", "AddN"):
         sizes = [size for t in node.inputs if (size := list_size(t)) is not None and size.elements]
         return LoopFacts({0: sizes[0]}) if sizes else None

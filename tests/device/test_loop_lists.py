@@ -112,6 +112,20 @@ def test_add_loop_facts_growing_list_has_elements_of_all_iterations():
     assert {tensor.num_bytes(1000) for tensor in images} == {(LENGTH + 1) * BATCH * 4 * 8}
 
 
+def test_add_loop_facts_element_written_before_a_loop_is_modelled():
+    """`tf.scan` writes its first result before its loop."""
+
+    def step(x, weight):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.scan(lambda state, row: tf.tanh(state + row @ weight), tf.stack([x] * STEPS)))
+        return loss, tape.gradient(loss, weight)
+
+    graph, _ = loops_of(step_with_weight(step))
+    (written,) = (n for n in graph.nodes.values() if n.op == "TensorListSetItem")
+    assert written.loop.lists[0].num_bytes(BATCH) == ROUNDED and written.loop.operand_buffers == {0: 2}
+    assert not unmodelled(GraphAnalysis(graph))
+
+
 def test_add_loop_facts_list_of_unknown_length_counts_as_one_element():
     graph, (forward,) = loops_of(step_with_weight(unbounded_growing_step))
     (stack,) = (node for node in graph.nodes.values() if node.op == "TensorListStack")
