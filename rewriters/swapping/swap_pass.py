@@ -394,6 +394,7 @@ class InsertSwaps(GraphPass[SwapResult]):
         for number, swap_in in enumerate(swap.swap_ins):
             name = new.unique_name(f"{prefix}/swap_in_{number}")
             copy = tier.swap_in(new, swapped, source, new.nodes[swap_in.control.name], name)
+            new.nodes[name].loop = copy.node.loop = source.estimated_size()
             readers = [new.nodes[reader.name] for reader in swap_in.readers]
             for node in readers:
                 node.inputs = [copy if t == source else t for t in node.inputs]

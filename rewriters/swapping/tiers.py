@@ -345,7 +345,7 @@ def _spliced(
 
 def _identity(operand: Tensor, like: Tensor, name: str, controls: list[Node]) -> Node:
     attrs = {"T": type_attr(like.dtype)}
-    node = Node(
+    return Node(
         name,
         "Identity",
         [operand],
@@ -354,5 +354,3 @@ def _identity(operand: Tensor, like: Tensor, name: str, controls: list[Node]) ->
         device=HOST,
         outputs=[(like.dtype, like.shape)],
     )
-    node.loop = like.estimated_size()
-    return node

@@ -8,9 +8,12 @@ import tensorflow as tf
 from equivalence import TOLERANCE, error
 from loops import (
     BATCH,
+    LENGTH,
     NETS,
     STEPS,
     adversarial_step,
+    branch_step,
+    growing_step,
     loop_step,
     nested_step,
     step_with_weight,
@@ -50,12 +53,32 @@ def test_swapped_loop_any_tier_computes_same_results(net, tier):
     assert largest_error(step, result.function) <= TOLERANCE
 
 
-@pytest.mark.parametrize("function", (while_step, nested_step, twice_step))
+@pytest.mark.parametrize("function", (while_step, nested_step, twice_step, growing_step, branch_step))
 def test_swapped_loop_written_by_hand_computes_same_results(function, tier):
     step = step_with_weight(function)
     result = swapped(step, tier)
     assert bool(swapped_lists(result)) == (function is not twice_step)
     assert largest_error(step, result.function) <= TOLERANCE
+
+
+def test_swapped_stack_of_growing_list_has_estimated_size(tier):
+    """The length of the list is in no shape; each unknown size would count as the batch size."""
+
+    def step(x, weight):
+        with tf.GradientTape() as tape:
+            states = tf.TensorArray(x.dtype, 0, dynamic_size=True, element_shape=x.shape)
+            _, states = tf.while_loop(
+                lambda i, _: i < LENGTH, lambda i, s: (i + 1, s.write(i, tf.tanh(x @ weight))), (0, states)
+            )
+            y = states.stack()
+            for _ in range(4):
+                y = tf.sin(tf.tanh(y))
+            loss = tf.reduce_sum(y)
+        return loss, tape.gradient(loss, weight)
+
+    graph = swapped(step_with_weight(step), tier).graph
+    copies = [n.out() for n in graph.nodes.values() if "/swap_in_" in n.name and None in (n.out().shape or ())]
+    assert copies and {tensor.num_bytes(1000) for tensor in copies} == {LENGTH * BATCH * 4 * 8}
 
 
 def test_swapped_loop_min_bytes_selects_lists_by_size_of_all_elements():
