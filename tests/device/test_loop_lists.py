@@ -277,9 +277,10 @@ def test_predicted_peak_of_loop_is_near_measured_peak(tmp_path):
 
 @pytest.mark.parametrize("step", ("branch_step", "unknown_branch_step"))
 def test_predicted_peak_of_loop_with_branches_is_near_measured_peak(tmp_path, step):
+    """Threads decide whether one more of the few elements of 1 MiB exists at the peak of the swapped step."""
     peaks = printed("loop_peaks.py", str(tmp_path), step)
-    for kind in ("plain", "swapped"):
-        assert np.isclose(peaks[f"{kind} predicted"], peaks[f"{kind} measured"], rtol=0.15)
+    for kind, tolerance in (("plain", 0.15), ("swapped", 0.25)):
+        assert np.isclose(peaks[f"{kind} predicted"], peaks[f"{kind} measured"], rtol=tolerance)
 
 
 def test_predicted_peak_of_growing_list_is_near_measured_peak(tmp_path):
