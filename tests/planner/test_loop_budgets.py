@@ -52,3 +52,11 @@ def test_described_swaps_of_loop_move_half_of_saved_bytes(step):
     moved = sum(swap.num_bytes for swap in plan.swaps if "in every iteration" in swap.tensor)
     saved = dict(plan.original.largest)["saved inside the loop of layer 'warp' (Warp)"]
     assert moved >= saved / 2
+
+
+def test_plans_within_budget_too_small_leaves_out_small_lists():
+    """Once all elements are swapped, a list holds numbers."""
+    sequence = keras.Input((16, 32))
+    step = gradient_step(keras.Model(sequence, layers.LSTM(160, return_sequences=True)(sequence)))
+    with pytest.raises(BudgetError, match=r"headroom of 10% included\), of which `[^`]+` is [\d.]+ MiB and variables"):
+        tflms_sft.rewrite(step, AutoParams("1KiB"), tf.TensorSpec((512, 16, 32)))

@@ -434,15 +434,12 @@ def excess_remedy(ratio: float, budget: int, least: int = 0, *, is_used: bool) -
 def takes_most(traced: TracedStep, plans: list[SegmentPlan], peak: Peak) -> tuple[str, str]:
     """Return a text about the largest users of memory at a peak, for an error, and the name of the largest tensor.
 
-    Memory of running ops is part of the text if it exceeds the largest tensor, as it sets the peak then. So are the
-    tensor lists of the loop that saves most, if they are among the largest tensors.
+    Memory of running ops, and the tensor lists of the loop that saves most, are part of the text if they exceed the
+    largest tensor.
     """
     tensors, loops, running_sizes = at_peak(traced, plans, peak)
     name, size = tensors[0] if tensors else ("the variables", traced.fixed_bytes)
-    saved = [f"{format_bytes(num_bytes)} are saved inside {loop}, " for loop, num_bytes in loops[:1]]
-    running = [
-        f"{format_bytes(num_bytes)} are {what}, "
-        for what, num_bytes in transient_memory(running_sizes)
-        if num_bytes > size
-    ]
-    return f"{''.join([*saved, *running])}`{name}` is {format_bytes(size)}", name
+    others = [(num_bytes, f"saved inside {loop}") for loop, num_bytes in loops[:1]]
+    others += [(num_bytes, text) for text, num_bytes in transient_memory(running_sizes)]
+    larger = [f"{format_bytes(num_bytes)} are {text}, " for num_bytes, text in others if num_bytes > size]
+    return f"{''.join(larger)}`{name}` is {format_bytes(size)}", name
