@@ -38,7 +38,7 @@ between few channels is below the third, as those of a U-Net at full resolution,
 """
 
 MAX_FAILURES = 2
-"""Consecutive sets without a lower peak after which a family is given up."""
+"""Consecutive sets without a lower peak after which the search for the lowest peak ends."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -346,9 +346,7 @@ class BarrierSearch:
         self._fastest: dict[int, Candidate | None] = {}
         self._too_small = 0
         """Largest limit for which no plan was found. The search may miss one that only `smallest` finds."""
-        inputs = sum(t.num_bytes(traced.batch) for t in traced.analysis.graph.inputs)
-        self._held_bytes = traced.fixed_bytes + inputs
-        self._bytes_beside = self._held_bytes  # A lower bound: variables and arguments.
+        self._bytes_beside = traced.held_bytes  # A lower bound.
 
     @functools.cached_property
     def _seconds_outside(self) -> float:
@@ -371,7 +369,7 @@ class BarrierSearch:
 
     def _least_seconds_of(self, family: Sequence[CheckpointSet], limit: int) -> float:
         """Return a lower bound of the time of a family's sets within `limit` bytes; later ones recompute more."""
-        first = self._first_within(family, limit, self._held_bytes)
+        first = self._first_within(family, limit, self._traced.held_bytes)
         return self._least_seconds(self._plan(family[first])) if first < len(family) else math.inf
 
     def _least_seconds(self, plan: CheckpointPlan) -> float:
@@ -387,7 +385,7 @@ class BarrierSearch:
 
         Modelling one set takes long. Lower bounds of the peak show where to begin.
         """
-        first = self._first_within(family, limit, self._held_bytes) - 1
+        first = self._first_within(family, limit, self._traced.held_bytes) - 1
         first = self._first(family, limit, first, CheckpointPlan.may_fit)
         if first == len(family) or self._fits(family[first], limit, CheckpointPlan.fits):
             return first
@@ -447,17 +445,16 @@ class BarrierSearch:
 
     @functools.cached_property
     def smallest(self) -> Candidate:
-        """Plan with the lowest peak found; of each family those sets are tried that save least."""
-        best = self._traced.plain
-        for family in self._barriers.families:
-            failures = 0
-            for plan in map(self._plan, reversed(family)):
-                if plan.fits(best.peak.peak_bytes - 1):
-                    best, failures = plan.smallest, 0
-                else:
-                    failures += 1
-                if failures == MAX_FAILURES:
-                    break
+        """Plan with the lowest peak found; sets with the lowest bounds are tried first."""
+        best, failures = self._traced.plain, 0
+        plans = [self._plan(checkpoints) for family in self._barriers.families for checkpoints in family]
+        for plan in sorted(plans, key=lambda plan: plan.least_bytes):
+            if plan.fits(best.peak.peak_bytes - 1):
+                best, failures = plan.smallest, 0
+            else:
+                failures += 1
+            if failures == MAX_FAILURES:
+                break
         return best
 
     def proposed(self, target: int) -> Candidate | None:

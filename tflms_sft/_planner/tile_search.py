@@ -53,7 +53,6 @@ class ChainSearch:
         self.left = left
         self._traced = traced
         self._chains = chains
-        self._held_bytes = traced.fixed_bytes + sum(t.num_bytes(traced.batch) for t in traced.analysis.graph.inputs)
         self._highest = rung(2 * traced.plain.peak.peak_bytes)  # A target that the original step meets.
 
     def may_fit_with_swaps(self, limit: int) -> bool:
@@ -100,7 +99,7 @@ class ChainSearch:
 
     def _segmentation(self, target: int) -> Segmentation | None:
         """Return the fastest choices of all chains for a target; bytes saved by one chain are there for the next."""
-        available = target - self._held_bytes
+        available = target - self._traced.held_bytes
         tiled: list[tuple[int, BlockChoice]] = []
         for number, chain in enumerate(self._chains):
             path = fastest_path(chain, available)
@@ -134,7 +133,7 @@ class TrainingSearch(ChainSearch):
         accepts one target and rejects the next. With a higher limit it tries the same targets until one fits that did
         not before, so that its result aims no lower.
         """
-        low, high = rung(self._held_bytes), self._highest + 1
+        low, high = rung(self._traced.held_bytes), self._highest + 1
         modelled: dict[Segmentation, Candidate] = {}
         best: Candidate | None = None
         while high - low > 1:

@@ -105,6 +105,11 @@ class TracedStep:
         return sum(self.variables)
 
     @functools.cached_property
+    def held_bytes(self) -> int:
+        """Bytes of all variables and arguments."""
+        return self.fixed_bytes + sum(t.num_bytes(self.batch) for t in self.analysis.graph.inputs)
+
+    @functools.cached_property
     def costs(self) -> CostModel:
         """Cost model of the ops."""
         return CostModel(self.analysis, self.batch, self.rates)
@@ -303,7 +308,6 @@ def bytes_beside_iterations(traced: TracedStep, plan: SegmentPlan, *, swapped: b
     Each result of a loop counts as a tensor of its own, because a later loop may recompute a tensor. Results that no
     loop reads do not count, and neither do operands from outside, which may share the memory of an argument.
     """
-    fixed_bytes = traced.fixed_bytes + sum(t.num_bytes(traced.batch) for t in traced.analysis.graph.inputs)
     uses: dict[tuple[Tensor, int], list[int]] = {}  # By tensor and loop that writes it: that loop, then its readers.
     writer: dict[Tensor, int] = {}
     for number, tile_loop in enumerate(plan.loops):
@@ -313,10 +317,11 @@ def bytes_beside_iterations(traced: TracedStep, plan: SegmentPlan, *, swapped: b
         writer.update(dict.fromkeys(loop_output_tensors(tile_loop), number))
     # Loops run one after another on each device.
     ordered = len({node.device for tile_loop in plan.loops for node in tile_loop.body}) == 1
-    sizes = [fixed_bytes] * len(plan.loops)
+    sizes = [traced.held_bytes] * len(plan.loops)
     for (tensor, first), numbers in uses.items():
+        num_bytes = tensor.num_bytes(traced.batch)
         for number in range(first, numbers[-1] + 1) if ordered and not swapped else numbers:
-            sizes[number] += tensor.num_bytes(traced.batch)
+            sizes[number] += num_bytes
     return sizes
 
 
