@@ -85,7 +85,8 @@ def _take_estimates(graph: Graph, estimate: Graph) -> None:
         shapes = {index: shape for index, ((_, before), (_, shape)) in specs if before != shape}
         facts = node.loop
         if other.loop is not None and (facts is not None or other.loop.body is None):
-            facts = dataclasses.replace(facts or other.loop, lists=other.loop.lists, lengths=other.loop.lengths)
+            known = {key: getattr(other.loop, key) for key in ("lists", "lengths", "operand_buffers", "output_buffers")}
+            facts = dataclasses.replace(facts or other.loop, **known)
         if shapes:
             facts = dataclasses.replace(facts or LoopFacts({}), estimated_shapes=shapes)
         node.loop = facts
@@ -195,6 +196,8 @@ def _branch_facts(graph: Graph, node: Node, runs: Sequence[int] | None) -> LoopF
         add_loop_facts(branch)
     facts = [_facts_of_branch(branch) for branch in branches]
     heaviest = max(facts, key=_branch_bytes)
+    buffers = {index: at for index, at in heaviest.operand_buffers.items() if all(_may_be(f, index, at) for f in facts)}
+    heaviest = dataclasses.replace(heaviest, operand_buffers=buffers)
     return heaviest if runs is None else _facts_of_runs(heaviest, [p for p in zip(facts, runs, strict=True) if p[1]])
 
 
@@ -224,7 +227,14 @@ def _branch_bytes(facts: LoopFacts) -> tuple[int, int]:
     """Return the bytes that a branch saves, and those of all its results."""
     nodes = () if facts.body is None else facts.body.nodes.values()
     results = sum(node.out(index).num_bytes(1) for node in nodes for index in range(len(node.outputs)))
-    return sum(size.num_bytes(1) for size in facts.lists.values()), results
+    shared = facts.operand_buffers.keys() | facts.output_buffers.keys()
+    return sum(size.num_bytes(1) for index, size in facts.lists.items() if index not in shared), results
+
+
+def _may_be(facts: LoopFacts, index: int, operand: int) -> bool:
+    """Return whether a result of a branch is the buffer of an operand, or an optional without a value."""
+    is_empty = index in facts.lists and not facts.lists[index].elements
+    return is_empty or facts.operand_buffers.get(index) == operand
 
 
 def _facts_of_branch(branch: Graph) -> LoopFacts:

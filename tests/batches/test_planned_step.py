@@ -9,8 +9,10 @@ from training import SETTINGS, X, Y, both, budgeted, is_plain, net, same, same_h
 
 import tflms_sft
 from tflms_sft._batches.planned_step import PlannedStep, shapes_of
-from tflms_sft._keras import train_step_patch
+from tflms_sft._keras import forward_step_patch, peak_watch, train_step_patch
 from tflms_sft._report.plan_records import Measurement
+
+both_plans = pytest.mark.parametrize(("budget", "changed"), [("1GiB", False), ("240KiB", True)])
 
 IMAGES = tf.TensorSpec((None, None, 24, 3), tf.float64), tf.TensorSpec((None,), tf.int64)
 
@@ -46,6 +48,27 @@ def test_sizes_of_evaluation_and_prediction_equal_plain():
     np.testing.assert_allclose(got[0], want[0], rtol=1e-10)
     np.testing.assert_allclose(got[1], want[1], rtol=1e-10)
     assert callback.evaluate_plan.changed and callback.predict_plan.changed
+
+
+@both_plans
+def test_sizes_of_evaluation_and_prediction_under_budget_equal_plain(budget, changed):
+    """The second size is the smaller one, which a step of any size would serve."""
+    batches = [cut(24), cut(18), cut(20, 4)]
+    model, callback = net(size=None), tflms_sft.MemoryBudget(budget, verbose=0)
+    want = model.evaluate(dataset(batches), verbose=0), model.predict(dataset(batches), verbose=0)
+    got = [method(dataset(batches), verbose=0, callbacks=[callback]) for method in (model.evaluate, model.predict)]
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-10)
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-10)
+    assert callback.evaluate_plan.changed == changed
+
+
+def test_sizes_of_train_on_batch_that_fit_equal_plain():
+    model, plain = reader(), reader()
+    with tflms_sft.budget(model, "1GiB", verbose=0) as patch:
+        for batch in texts(16, 9, 12, 16):
+            assert np.allclose(model.train_on_batch(*batch), plain.train_on_batch(*batch), rtol=1e-10)
+        assert not patch.plan.changed
+    assert same(model, plain)
 
 
 def test_sizes_of_train_on_batch_equal_plain():
@@ -96,7 +119,7 @@ def test_padded_texts_that_swap_equal_plain(capsys, monkeypatch):
     got = model.fit(dataset(batches, TOKENS), callbacks=[callback], **SETTINGS)
     want = plain.fit(dataset(batches, TOKENS), **SETTINGS)
     assert same_history(got, want) and same(model, plain) and callback.plan.swaps
-    assert "sizes so far. Each size is traced and planned for itself" in capsys.readouterr().out
+    assert "batches of 3 sizes so far. Each size is traced and planned for itself" in capsys.readouterr().out
 
 
 def test_length_counts_in_the_predicted_peak():
@@ -119,6 +142,48 @@ def test_buckets_with_more_shorter_texts_equal_plain(capsys):
     got = model.fit(dataset(batches, TOKENS), callbacks=[tflms_sft.MemoryBudget("1GiB")], **SETTINGS)
     assert same_history(got, plain.fit(dataset(batches, TOKENS), **SETTINGS)) and same(model, plain)
     assert "for batches of 8x9" in capsys.readouterr().out
+
+
+def test_batch_shape_of_the_largest_image_holds_for_smaller_ones(capsys):
+    model, plain, batches = net(size=None), net(size=None), [cut(18), cut(24)]
+    callback = budgeted(batch_shape=(4, 24, 24, 3), verbose=1)
+    got = model.fit(dataset(batches), callbacks=[callback], **SETTINGS)
+    assert same_history(got, plain.fit(dataset(batches), **SETTINGS)) and same(model, plain)
+    assert "for batches of 4x24x24x3" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="`batch_shape` must be the shape of an input"):
+        model.fit(dataset(batches), callbacks=[budgeted(batch_shape=(4, 24, 20, 3))], **SETTINGS)
+
+
+def test_saved_plan_is_for_the_first_size_alone(tmp_path):
+    first, file = budgeted(), tmp_path / "plan.json"
+    net(size=None).fit(dataset([cut(24)]), callbacks=[first], **SETTINGS)
+    first.plan.save(file)
+    model, plain, batches = net(size=None), net(size=None), [cut(24), cut(18)]
+    model.fit(dataset(batches), callbacks=[budgeted(plan=file)], **SETTINGS)
+    plain.fit(dataset(batches), **SETTINGS)
+    assert same(model, plain)
+
+
+def test_validation_that_is_not_rewritten_is_traced_once_for_all_sizes(monkeypatch):
+    def refuse(*args):
+        raise tflms_sft.RewriteError("a test")
+
+    monkeypatch.setattr(forward_step_patch.ForwardStepPatch, "_rewrite_analysed", refuse)
+    model, traces = net(size=None), []
+    original = model.test_step
+    model.test_step = lambda data: traces.append(data) or original(data)
+    sizes = [cut(rows) for rows in (24, 18, 20, 22)]
+    model.fit(dataset([cut(24)]), validation_data=dataset(sizes), epochs=2, callbacks=[budgeted(verbose=1)], **SETTINGS)
+    assert len(traces) < len(sizes)
+
+
+def test_measured_peak_of_each_step_includes_its_batch(monkeypatch):
+    """The callback fetches each batch of open size before its step."""
+    counted = []
+    monkeypatch.setattr(peak_watch, "reset_peak", lambda tiers: 0)
+    monkeypatch.setattr(peak_watch, "read_peak", lambda in_use, step_bytes, tiers: counted.append(list(step_bytes)))
+    net(size=None).fit(dataset([cut(24), cut(24, 4), cut(18)]), callbacks=[budgeted()], **SETTINGS)
+    assert [4 * rows * 24 * 3 * 8 in sizes for rows, sizes in zip((24, 24, 18), counted, strict=True)] == [True] * 3
 
 
 def test_second_size_over_budget_raises_and_restores():
@@ -150,43 +215,46 @@ def test_step_that_is_traced_again_between_sizes_equals_plain():
     assert same_history(got, plain.fit(dataset(batches), **SETTINGS)) and same(model, plain)
 
 
-def test_excess_of_one_size_leaves_the_plans_of_others():
-    """Only the size whose later step needed more than its budget is planned again."""
+@pytest.mark.parametrize("excess", [{0: 1.02}, {0: 1.02, 1: 1.03}])
+def test_excess_of_one_size_leaves_the_plans_of_others(excess):
+    """Only the size whose later step needed more than its budget is planned again, corrected by its own peak."""
     model, plain, callback, plans = net(size=None), net(size=None), budgeted(), []
+    corrections = []
     batches = [cut(24), cut(18)]
 
     class Exceed(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             plans.append(callback._patch.plan)
+            corrections.append(callback._patch._correction)
 
         def on_epoch_end(self, epoch, logs=None):
             if epoch == 0:
-                first = callback._patch._planned[0]
-                first.excess = Measurement(int(1.02 * first.plan.predicted.peak_bytes), "a test")
+                for number, factor in excess.items():
+                    planned = callback._patch._planned[number]
+                    planned.excess = Measurement(int(factor * planned.plan.predicted.peak_bytes), "a test")
 
     got = model.fit(dataset(batches), epochs=2, callbacks=[callback, Exceed()], **SETTINGS)
     want = plain.fit(dataset(batches), epochs=2, **SETTINGS)
-    assert plans[2] is not plans[0] and plans[3] is plans[1]
+    assert plans[2] is not plans[0] and (plans[3] is plans[1]) == (1 not in excess)
+    assert np.allclose(corrections, [1, 1, 1.02, excess.get(1, 1.02)], rtol=1e-3)
     assert same_history(got, want) and same(model, plain)
 
 
-def planned(shapes, changed):
+def planned(shapes, is_open):
     class Plan:
-        pass
+        batch = 4
 
-    plan = Plan()
-    plan.changed, plan.batch = changed, 4
-    return PlannedStep(shapes, plan=plan, batch_limit=object())
+    return PlannedStep(shapes, plan=Plan(), is_open=is_open, batch_limit=object())
 
 
 def test_planned_step_holds_for_fewer_samples():
-    step = planned([(4, 24, 24, 3), (4,)], changed=True)
+    step = planned([(4, 24, 24, 3), (4,)], is_open=False)
     assert step.holds_for([(2, 24, 24, 3), (2,)]) and not step.holds_for([(5, 24, 24, 3), (5,)])
     assert not step.holds_for([(4, 20, 24, 3), (4,)]) and not step.holds_for([(4, 24, 24, 3)])
 
 
-def test_planned_step_that_is_not_rewritten_holds_for_smaller_sizes():
-    step = planned([(4, 24, 24, 3), (4,)], changed=False)
+def test_planned_step_of_any_size_holds_for_smaller_sizes():
+    step = planned([(4, 24, 24, 3), (4,)], is_open=True)
     assert step.holds_for([(4, 20, 24, 3), (4,)]) and not step.holds_for([(4, 20, 25, 3), (4,)])
 
 

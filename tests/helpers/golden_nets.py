@@ -301,9 +301,8 @@ def _field(key, value):
         return [size for _, size in value]
     if key == "largest":  # Such as `conv1 (Conv2DBackpropFilter, backward)`.
         return [[name.partition(" (")[0], size] for name, size in value]
-    if key == "controls":  # Likewise, or a text where no operation is meant.
-        layers = [name.partition(" (")[0] for name in value]
-        return [name if " " not in name else "-" for name in layers]
+    if key == "controls":  # A text where no operation is meant.
+        return [name if " " not in name else "-" for name in value]
     if key == "timeline":
         return {"ops": len(value), "names": digest([name for name, _ in value]), "bytes": digest([b for _, b in value])}
     if key == "progress":

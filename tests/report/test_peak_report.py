@@ -4,6 +4,7 @@ import html
 import re
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from gradients import gradient_step
@@ -64,6 +65,17 @@ def test_budget_error_names_largest_kernel():
 def test_budget_error_of_tuned_names_largest_kernel(tmp_path):
     with pytest.raises(BudgetError, match=r"of which [\d.]+ MiB are kernel scratch of second \(Conv2DBackprop"):
         LMSParams.tuned(step(), "100KiB", SPEC, tier="disk", spill_dir=tmp_path, min_bytes=0)
+
+
+def test_transient_memory_of_branch_is_reported():
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.cond(tf.reduce_sum(x) > 0, lambda: tf.reduce_sum(tf.exp(tf.sin(x))), lambda: tf.reduce_sum(x))
+        return y, tape.gradient(y, x)
+
+    ((branch, taken),) = tflms_sft.rewrite(tf.function(step), AutoParams("1GiB"), np.ones((64, 1024))).plan.original.own
+    assert branch.startswith("a branch of ") and taken >= 64 * 1024 * 8
 
 
 @pytest.mark.usefixtures("unfolding")
@@ -143,8 +155,6 @@ def test_swapped_tensors_have_layer_names():
     elements = {swap.tensor for swap in plan.swaps if swap.tensor.endswith(" in every iteration")}
     assert all(re.fullmatch(r"(gru|lstm)\w* \((a state|\w+)\) in every iteration", name) for name in elements), elements
     assert any("(a state)" in name for name in elements)
-    controls = {control for swap in plan.swaps for control in swap.controls}
-    assert any(re.fullmatch(r"(gru|lstm)\w* \(StatelessWhile, backward\)", control) for control in controls), controls
     (name,) = {name for name, reason in plan.not_swapped if reason == "the step does not compute its gradient"}
     assert re.fullmatch(r"lstm\w* \(While\)", name)
 

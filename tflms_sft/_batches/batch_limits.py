@@ -22,13 +22,19 @@ def is_image(shape: tf.TensorShape) -> bool:
     return shape.rank in (3, 4, 5)
 
 
-def check_batch_shape(traced: Any, given: tuple[int, ...] | None, model: str) -> None:
-    """Refuse a `batch_shape` that none of the images of a traced step can have.
+def check_batch_shape(specs: Any, given: tuple[int, ...] | None, model: str) -> None:
+    """Refuse a `batch_shape` that none of the images of a step can have.
+
+    Args:
+        specs: Specs of the step's inputs, as the data set gives them.
+        given: The `batch_shape`, if there is one.
+        model: Name of the model.
 
     Raises:
         ValueError: With the shapes of the images.
     """
-    images = [t.shape for t in _arguments(traced) if given and t.shape.rank == len(given)]
+    flat = tf.nest.flatten(specs)
+    images = [spec.shape for spec in flat if given and spec is not None and spec.shape.rank == len(given)]
     if given and images and not any(shape[1:].is_compatible_with(given[1:]) for shape in images):
         raise ValueError(
             f"`batch_shape` must be the shape of an input of model {model!r}: "
@@ -64,8 +70,8 @@ def ensure_planned_size(tensor: Any, shape: Any) -> Any:
         planned = shape.as_list()[1:-1]
         text = (
             f"The step is planned for images of {'x'.join(map(str, planned))}, the size of the first batch or of "
-            "`batch_shape`. Train with `steps_per_execution=1` and without replicas or stages, where each size gets a "
-            "plan of its own, or resize or pad them to one size."
+            "`batch_shape`. Resize or pad them to one size. Dense batches with `steps_per_execution=1`, without "
+            "replicas and stages, may have any size."
         )
         size = tf.shape(tensor)[1:-1]
         tensor = assert_in_step(tensor, tf.reduce_all(size == planned), text, size)

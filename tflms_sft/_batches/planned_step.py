@@ -30,6 +30,7 @@ class PlannedStep:
         shapes: Shapes of the tensors of its first batch; empty before these are known.
         function: The model's compiled function that runs the step on the batches of an iterator.
         importers: Rewritten steps by signature, each with the specs that it holds for.
+        is_open: Whether the step is not rewritten, and traced for any size.
         plan: Plan of the first signature; `None` before its first step.
         planning: Stopwatch with the time that planning took.
         batch_limit: Batch sizes that the plan holds for; `None` without a budget.
@@ -38,6 +39,7 @@ class PlannedStep:
         has_peeked: Whether a batch has been fetched for that measurement.
         is_replanned: Whether the plan is corrected by the measured peak of an earlier one.
         excess: Peak of a later step that exceeded the budget.
+        correction: Measured peak over the predicted peak of an earlier plan; `None` before there is one.
         correction_before: Correction of the plan that is discarded because of such an excess.
         has_smallest_plan: Whether no corrected plan fits, so that this one stays.
     """
@@ -45,6 +47,7 @@ class PlannedStep:
     shapes: Shapes = ()
     function: Any = None
     importers: dict[Any, tuple[StepImporter, Any]] = dataclasses.field(default_factory=dict)
+    is_open: bool = False
     plan: Plan | None = None
     planning: Stopwatch = dataclasses.field(default_factory=Stopwatch)
     batch_limit: BatchLimit | None = None
@@ -53,6 +56,7 @@ class PlannedStep:
     has_peeked: bool = False
     is_replanned: bool = False
     excess: Measurement | None = None
+    correction: float | None = None
     correction_before: float | None = None
     has_smallest_plan: bool = False
     _on_batch: Any = dataclasses.field(init=False, default=None, repr=False)
@@ -60,8 +64,8 @@ class PlannedStep:
     def run(self, batches: Any) -> Any:
         """Run the compiled function on the batches of an iterator, or on one batch of a data set of open sizes.
 
-        A data set is made anew in ten milliseconds. So the one batch is passed to a function that is traced for the
-        open sizes of its data set.
+        Creating a data set for each batch would take ten milliseconds. The batch is passed to a function that is traced
+        for the open sizes of its data set instead.
         """
         if not isinstance(batches, PeekedBatches):
             return self.function(batches)
@@ -81,15 +85,15 @@ class PlannedStep:
     def holds_for(self, shapes: Shapes) -> bool:
         """Tell whether a batch with these shapes can be trained by this step.
 
-        A plan for a budget holds for fewer samples. A step that is not rewritten is traced for any size, and keeps the
-        budget with smaller ones.
+        A plan for a budget holds for fewer samples, and a step that is traced for any size keeps the budget with
+        smaller ones.
         """
         if [len(shape) for shape in shapes] != [len(shape) for shape in self.shapes]:
             return False
         if self.plan is not None and self.batch_limit is not None and _num_samples(shapes) > self.plan.batch:
             return False
         pairs = [pair for a, b in zip(shapes, self.shapes, strict=True) for pair in zip(a[1:], b[1:], strict=True)]
-        if self.plan is not None and not self.plan.changed:
+        if self.is_open:
             return all(size <= planned for size, planned in pairs)
         return all(size == planned for size, planned in pairs)
 
@@ -98,7 +102,7 @@ class PlannedStep:
         self.abandon()
         self.importers.clear()
         self.plan = self.excess = None
-        self.is_measured = self.has_peeked = False
+        self.is_open = self.is_measured = self.has_peeked = False
 
     def abandon(self) -> None:
         """Release everything that a failed step has left in the swap tiers."""

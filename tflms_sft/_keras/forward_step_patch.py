@@ -18,7 +18,8 @@ import tensorflow as tf
 
 from rewriters.errors import BudgetError, RewriteError
 from tflms_sft._keras.model_checks import check_runs_graph, check_trainer, reason_runs_eagerly, variable_bytes
-from tflms_sft._keras.train_step_patch import StepKind, StepPatch
+from tflms_sft._keras.step_kinds import StepKind
+from tflms_sft._keras.train_step_patch import StepPatch
 from tflms_sft._params.request import RewriteRequest
 from tflms_sft._params.tile_params import AutoParams
 
@@ -88,12 +89,12 @@ class ForwardStepPatch(StepPatch):
 
     def run(self, iterator: Any) -> Any:
         """Run the model's function in a patched model; see `StepPatch.run`."""
-        if self.kind is PREDICTION:  # Keras passes a list of batches.
-            if not self._now.shapes:
-                self._remember_shapes(iterator[0])
-            self._select_size(iterator[0])
         self._is_running = True
         try:
+            if self.kind is PREDICTION:  # Keras passes a list of batches.
+                if not self._now.shapes:
+                    self._remember_shapes(iterator[0])
+                self._select_size(iterator[0])
             return super().run(iterator)
         except (StopIteration, tf.errors.OutOfRangeError):
             raise
@@ -106,6 +107,11 @@ class ForwardStepPatch(StepPatch):
     def _is_step(self, function: Any) -> bool:
         """Tell whether a function is the step; Keras wraps that of `predict`, and passes nothing else to a strategy."""
         return self._is_running if self.kind is PREDICTION else super()._is_step(function)
+
+    @property
+    def _can_select_size(self) -> bool:
+        """Tell whether each size may have a plan of its own: the original step of a validation is for any size."""
+        return not self._runs_original and super()._can_select_size
 
     @tf.autograph.experimental.do_not_convert
     def step(self, data: Any) -> Any:

@@ -13,7 +13,7 @@ MIN_COUNTED_FRACTION = 0.5
 """Measured peak, over the predicted one, below which a line names the smallest tensors that the device counts."""
 
 MANY_SIZES = 5
-"""Number of sizes of batches with which a training is told that each of them is planned for itself."""
+"""Number of sizes of batches from which on a line names the time that planning each of them takes."""
 
 
 def start_line(plan: Plan, *, is_jit_off: bool, planning_time: str) -> str:
@@ -46,10 +46,10 @@ def later_excess_line(plan: Plan, measured: Measurement) -> str:
     )
 
 
-def many_sizes_line() -> str:
-    """Return the line for a training whose batches have many sizes."""
+def many_sizes_line(number: int) -> str:
+    """Return the line for a training whose batches have so many sizes."""
     return (
-        f"tflms-sft: batches of {MANY_SIZES} sizes so far. Each size is traced and planned for itself, which takes "
+        f"tflms-sft: batches of {number} sizes so far. Each size is traced and planned for itself, which takes "
         "time; resize or pad them to fewer sizes."
     )
 

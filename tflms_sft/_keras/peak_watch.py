@@ -31,10 +31,13 @@ class PeakWatch:
         """Forget the peaks of the previous epoch."""
         self.highest = None
 
-    def start(self, tiers: Iterable[Tier]) -> bool:
-        """Start the measurement of an execution; return whether the device keeps statistics."""
+    def note_earlier_work(self) -> None:
+        """Read the peak of all work before the first execution, its preparation included."""
         if self._earlier_peak is None:
             self._earlier_peak = earlier_peak()
+
+    def start(self, tiers: Iterable[Tier]) -> bool:
+        """Start the measurement of an execution; return whether the device keeps statistics."""
         self._bytes_in_use = reset_peak(tiers)
         return self._bytes_in_use is not None
 

@@ -22,7 +22,8 @@ from tflms_sft._keras.forward_step_patch import (
 )
 from tflms_sft._keras.messages import forward_line, forward_over_budget_line, peak_line, start_line
 from tflms_sft._keras.model_checks import check_trainer, reason_runs_eagerly
-from tflms_sft._keras.train_step_patch import TRAINING, StepKind, StepPatch
+from tflms_sft._keras.step_kinds import TRAINING, StepKind
+from tflms_sft._keras.train_step_patch import StepPatch
 from tflms_sft._params.request import parse_request
 from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._report.plan import Plan
@@ -64,7 +65,7 @@ class RewritingCallback(keras.callbacks.Callback):
 
     @property
     def plan(self) -> Plan | None:
-        """Plan of the latest training; `None` before its first step."""
+        """Plan of the latest training, of the size planned last; `None` before its first step."""
         return self._last_plan
 
     @property
@@ -137,7 +138,7 @@ class RewritingCallback(keras.callbacks.Callback):
         if self._eager is not None:
             self._eager.end_batch()
         if self._log is not None and self._patch is not None:
-            self._log.batch_ends(self._epoch, self._last_plan, self.model.steps_per_execution)
+            self._log.batch_ends(self._epoch, self._patch.plan, self.model.steps_per_execution)
             self._peak = self._patch.watch.highest
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

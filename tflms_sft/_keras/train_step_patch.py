@@ -51,6 +51,7 @@ from tflms_sft._keras.messages import (
 from tflms_sft._keras.model_checks import build_optimizer, check_model
 from tflms_sft._keras.peak_watch import PeakWatch
 from tflms_sft._keras.replicas import Replicas, StrategyProxy, merges_replicas, num_replicas
+from tflms_sft._keras.step_kinds import TRAINING
 from tflms_sft._machine.calibration import machine_rates, stored_rates
 from tflms_sft._params.request import RewriteRequest
 from tflms_sft._params.tile_params import AutoParams
@@ -63,28 +64,6 @@ from tflms_sft._rewrite.rewrite import rewrite_traced
 from tflms_sft._trace.layer_names import recorded_layers
 from tflms_sft._trace.step_tracing import check_image_sizes, keras_function
 from tflms_sft._util.progress import Stopwatch, told_if_slow
-
-_SLOT = "_tflms_sft_patch"
-
-
-@dataclasses.dataclass(frozen=True)
-class StepKind:
-    """The attributes of a Keras model that define one of its steps.
-
-    Attributes:
-        step: Name of the method for one batch, such as `"train_step"`.
-        function: Name of the compiled function that runs one or several steps.
-        make: Name of the method that builds this function.
-        slot: Name of the attribute that holds the installed patch.
-    """
-
-    step: str
-    function: str
-    make: str
-    slot: str
-
-
-TRAINING = StepKind("train_step", "train_function", "make_train_function", _SLOT)
 
 
 class StepPatch:
@@ -307,6 +286,7 @@ class StepPatch:
         """Run the steps, and report the measured peak of the first execution of a plan."""
         now = self._now
         first = not now.is_measured
+        self.watch.note_earlier_work()
         if first:
             self._rates()  # A calibration would allocate memory during the step.
         # The statistics are those of one device.
@@ -317,15 +297,15 @@ class StepPatch:
         result = now.run(batches)
         if now.plan is None:
             return result
+        step_bytes = [*now.variable_bytes, *(peeked.bytes_on_device() if peeked is not None else ())]
         if first:
             now.is_measured = True
             tf.nest.map_structure(lambda value: value.numpy() if hasattr(value, "numpy") else value, result)
-            step_bytes = [*now.variable_bytes, *(peeked.bytes_on_device() if peeked is not None else ())]
             now.plan.measured = self.watch.stop(step_bytes, self._tiers)
             self._on_measured(now.plan)
             self._enforce_budget(now.plan)
         else:
-            self._report_excess(now.plan, self.watch.stop(now.variable_bytes, self._tiers))
+            self._report_excess(now.plan, self.watch.stop(step_bytes, self._tiers))
         return result
 
     def _rates(self) -> MachineRates:
@@ -345,7 +325,7 @@ class StepPatch:
         if self._say is None:  # Otherwise `on_measured` has printed a line.
             warnings.warn(over_budget_warning(plan), stacklevel=2)
         self._now.is_replanned = True
-        self._corrections[self._correction_key] = plan.measured.peak_bytes / plan.predicted.peak_bytes
+        self._correct(plan.measured.peak_bytes / plan.predicted.peak_bytes)
         self._discard_plan()
 
     def _report_excess(self, plan: Plan, measured: Measurement | None) -> None:
@@ -370,9 +350,9 @@ class StepPatch:
         for planned in self._planned:
             if planned.excess is None or planned.plan is None or planned.has_smallest_plan:
                 continue
-            planned.correction_before = self._corrections.get(self._correction_key, 1.0)
-            self._corrections[self._correction_key] = planned.excess.peak_bytes / planned.plan.predicted.peak_bytes
             self._now = planned
+            planned.correction_before = self._correction
+            self._correct(planned.excess.peak_bytes / planned.plan.predicted.peak_bytes)
             self._discard_plan()
 
     def _discard_plan(self) -> None:
@@ -380,9 +360,13 @@ class StepPatch:
         self._make_function()
 
     @property
-    def _correction_key(self) -> Any:
-        """Key of this model and step in `corrections`."""
-        return (id(self.model), self.kind.slot)
+    def _correction(self) -> float:
+        """Measured peak over predicted peak of an earlier plan: of this size, else of the latest one of the model."""
+        return self._now.correction or self._corrections.get((id(self.model), self.kind.slot), 1.0)
+
+    def _correct(self, correction: float) -> None:
+        """Correct the next plan of this size, and the first plans of other sizes and trainings."""
+        self._now.correction = self._corrections[id(self.model), self.kind.slot] = correction
 
     def _peek(self, iterator: Any) -> PeekedBatches | None:
         """Fetch the batches of an execution, to measure it or to learn their shapes; `None` if not needed.
@@ -434,7 +418,7 @@ class StepPatch:
         self._now = PlannedStep(shapes)
         self._planned.append(self._now)
         if len(self._planned) == MANY_SIZES:
-            self._tell(many_sizes_line())
+            self._tell(many_sizes_line(len(self._planned)))
         self._make_function()
         return self._now
 
@@ -522,20 +506,20 @@ class StepPatch:
             traced = keras_function(self._original).get_concrete_function(specs)
         record.finish(traced.graph)
         check_image_sizes(traced)
-        if len(self._planned) == 1:
-            check_batch_shape(traced, self._batch_shape, self.model.name)
+        check_batch_shape(open_specs, self._batch_shape, self.model.name)
         if shape is None and self._params.has_budget:
             require_batch_size(traced)
         with collector_paused(), told_if_slow(f"tflms-sft: {self._params.aim()} ...", self._say) as stopwatch:
             mode = CanonicalMode.EXACT if self._params.tiles is None else CanonicalMode.TILING
             analysed = analyse_step(traced, record, shape[0] if shape else None, mode)
             analysed.use_rates(self._rates())
-            analysed.correction = self._corrections.get(self._correction_key, 1.0)
+            analysed.correction = self._correction
             analysed.in_used_process = bool(self.watch.has_earlier_work)
             analysed.variables += self._untouched_variable_bytes(traced)
             importer, plan = self._rewrite_analysed(analysed)
         if len(self._planned) > 1 and shape is not None:
-            plan = amend_plan(plan, f"for batches of {'x'.join(map(str, shape))}, as each size has a plan of its own")
+            sizes = (shape[0], *max(now.shapes, key=len)[1:])
+            plan = amend_plan(plan, f"for batches of {'x'.join(map(str, sizes))}, as each size has a plan of its own")
         if now.plan is None:
             now.plan, now.planning = plan, stopwatch
             now.variable_bytes = analysed.variables
@@ -544,21 +528,30 @@ class StepPatch:
                 now.batch_limit = BatchLimit(plan, analysed, budget)
             self._on_plan(plan)
         if self._selects_size and not plan.changed and specs != open_specs:
+            now.is_open = True
             traced = keras_function(self._original).get_concrete_function(open_specs)
             return StepImporter(from_concrete_function(traced), traced), open_specs
         return importer, specs
+
+    @property
+    def _size_params(self) -> RewriteRequest:
+        """The request; a saved plan is for the first size alone."""
+        if self._now is self._planned[0] or not isinstance(self._params.tiles, AutoParams):
+            return self._params
+        return dataclasses.replace(self._params, tiles=dataclasses.replace(self._params.tiles, plan=None))
 
     def _rewrite_analysed(self, analysed: TracedStep) -> tuple[StepImporter, Plan]:
         """Rewrite the step; after an excess of a later step by the plan before, if no corrected one fits."""
         before, self._now.correction_before = self._now.correction_before, None
         try:
-            return rewrite_traced(analysed, self._params)
+            return rewrite_traced(analysed, self._size_params)
         except BudgetError:
             if before is None:
                 raise
         self._now.has_smallest_plan = True
-        self._corrections[self._correction_key] = analysed.correction = before
-        return rewrite_traced(analysed, self._params)
+        self._correct(before)
+        analysed.correction = before
+        return rewrite_traced(analysed, self._size_params)
 
     def _rewrite_pipeline(self, specs: Any) -> StepImporter:
         shape, function = self._image_batch_shape, keras_function(self._original)
@@ -576,24 +569,3 @@ class StepPatch:
         """Return the bytes of each variable that is in memory while the step runs but that it does not use."""
         del traced
         return []
-
-
-def check_not_patched(model: Any) -> None:
-    """Refuse a model whose original step cannot run now: it is patched, or trains on several replicas.
-
-    Raises:
-        RewriteError: With the remedy.
-    """
-    check_model(model)
-    patch = model.__dict__.get(_SLOT)
-    if patch is not None:
-        raise RewriteError(
-            f"The step of model {model.name!r} is currently rewritten by {patch._owner}. Call this before or after "
-            "that training."
-        )
-    replicas = num_replicas(model.distribute_strategy)
-    if replicas > 1:
-        raise RewriteError(
-            f"Model {model.name!r} trains on {replicas} replicas; only a step on one replica can be compared. Create "
-            "the model outside of the strategy's scope."
-        )

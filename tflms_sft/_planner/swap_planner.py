@@ -350,7 +350,7 @@ def described(swaps: Iterable[Swap], batch: int, names: PeakNames, graph: Graph)
             else names.element(s.tensor.node.name, s.saved.element),
             num_bytes=s.tensor.num_bytes(batch),
             readers=tuple(tuple(reader.name for reader in way.readers) for way in s.swap_ins),
-            controls=tuple(names.op(way.control.name) for way in s.swap_ins),
+            controls=tuple(way.control.name for way in s.swap_ins),
         )
         for s in swaps
     )

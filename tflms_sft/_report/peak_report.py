@@ -9,7 +9,7 @@ from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.device.peak_memory import Peak
 from rewriters.emission.tile_pass import SegmentPlan, loop_nodes
 from rewriters.estimates.loop_memory import IterationModelCache, kernel_at_worst
-from rewriters.ir.graph import LOOPS, Graph, Node, Tensor
+from rewriters.ir.graph import BRANCHES, LOOPS, Graph, Node, Tensor
 from tflms_sft._trace.layer_names import LayerCall, LayerRecord, part_name
 
 __all__: list[str] = []
@@ -109,10 +109,10 @@ class PeakNames:
         return calls[0] if same else None
 
 
-def _sources(base: str) -> tuple[str, str]:
+def _sources(base: str) -> list[str]:
     """Return the possible names of a swapped tensor, given the scope of its swaps."""
     op, _, index = base.rpartition("_")
-    return f"{base}:0", f"{op}:{index}"
+    return [f"{base}:0", *([f"{op}:{index}"] if index.isdigit() else [])]
 
 
 def largest_tensors(names: PeakNames, graph: Graph, peak: Peak) -> NamedSizes:
@@ -161,6 +161,8 @@ def transient_memory(
     node = graph.nodes.get(peak.at)
     if node is not None and node.op in LOOPS:
         return ((f"an iteration of {names.loop(peak.at)}", peak.own_bytes),)
+    if node is not None and node.op in BRANCHES:
+        return ((f"a branch of {names.op(peak.at)}", peak.own_bytes),)
     return ((_scratch(names, peak.at), peak.own_bytes),)
 
 

@@ -129,7 +129,7 @@ class PlannedSwap:
         tensor: Layer that returns the tensor, or layer and op type.
         num_bytes: Size in bytes.
         readers: Names of the ops that consume it, per swap-in.
-        controls: Layer and type of the op that triggers each swap-in.
+        controls: Name of the op that triggers each swap-in.
     """
 
     tensor: str

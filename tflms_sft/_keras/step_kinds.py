@@ -1,0 +1,53 @@
+"""The attributes of a Keras model that define its steps, and the check that none of them is replaced now."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from rewriters.errors import RewriteError
+from tflms_sft._keras.model_checks import check_model
+from tflms_sft._keras.replicas import num_replicas
+
+_SLOT = "_tflms_sft_patch"
+
+
+@dataclasses.dataclass(frozen=True)
+class StepKind:
+    """The attributes of a Keras model that define one of its steps.
+
+    Attributes:
+        step: Name of the method for one batch, such as `"train_step"`.
+        function: Name of the compiled function that runs one or several steps.
+        make: Name of the method that builds this function.
+        slot: Name of the attribute that holds the installed patch.
+    """
+
+    step: str
+    function: str
+    make: str
+    slot: str
+
+
+TRAINING = StepKind("train_step", "train_function", "make_train_function", _SLOT)
+
+
+def check_not_patched(model: Any) -> None:
+    """Refuse a model whose original step cannot run now: it is patched, or trains on several replicas.
+
+    Raises:
+        RewriteError: With the remedy.
+    """
+    check_model(model)
+    patch = model.__dict__.get(_SLOT)
+    if patch is not None:
+        raise RewriteError(
+            f"The step of model {model.name!r} is currently rewritten by {patch._owner}. Call this before or after "
+            "that training."
+        )
+    replicas = num_replicas(model.distribute_strategy)
+    if replicas > 1:
+        raise RewriteError(
+            f"Model {model.name!r} trains on {replicas} replicas; only a step on one replica can be compared. Create "
+            "the model outside of the strategy's scope."
+        )
