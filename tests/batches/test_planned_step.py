@@ -191,6 +191,17 @@ def test_second_size_over_budget_raises_and_restores():
     with pytest.raises(tflms_sft.BudgetError) as error:
         model.fit(dataset([cut(8), (np.tile(X[:4], (1, 40, 1, 1)), Y[:4])]), callbacks=[budgeted()], **SETTINGS)
     assert error.value.smallest_bytes > 700 * 2**10 and is_plain(model)
+    assert "This is for batches of 4x960x24x3, after steps with batches of another size" in str(error.value)
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+def test_end_of_data_is_found_by_the_step(monkeypatch):
+    """Plain training, too, calls the step once more: TensorFlow may count an iteration of the optimizer then."""
+    calls, run = [], PlannedStep.run
+    monkeypatch.setattr(PlannedStep, "run", lambda self, batches: calls.append(type(batches)) or run(self, batches))
+    data = tf.data.Dataset.from_generator(lambda: iter([cut(24), cut(18)]), output_signature=IMAGES)
+    net(size=None).fit(data, callbacks=[budgeted()], **SETTINGS)
+    assert [issubclass(kind, tf.data.Iterator) for kind in calls] == [False, False, True]
 
 
 def test_several_steps_per_execution_of_two_sizes_are_refused():

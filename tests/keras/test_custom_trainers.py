@@ -195,6 +195,32 @@ def test_fit_optimizer_for_a_part_of_a_built_model_equals_plain():
     assert_same(model, plain)
 
 
+class LazyCell(layers.Layer):
+    """A recurrent cell whose layer is built when it is called for the first time."""
+
+    state_size = 4
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(4, activation="tanh")
+
+    def call(self, x, states):
+        state = self.dense(keras.ops.concatenate([x, states[0]], -1))
+        return state, [state]
+
+
+def test_fit_cell_that_is_built_in_the_first_step_equals_plain():
+    losses, data = [], np.random.default_rng(0).normal(size=(8, 5, 3))
+    for callbacks in ([], [MemoryBudget("1GiB", verbose=0)]):
+        keras.utils.set_random_seed(1)
+        sequence = keras.Input((5, 3))
+        model = keras.Model(sequence, layers.Dense(1)(layers.RNN(LazyCell())(sequence)))
+        model.compile("adam", "mse", jit_compile=False)
+        losses.append(model.fit(data, np.ones((8, 1)), epochs=3, callbacks=callbacks, **SETTINGS).history["loss"])
+        assert len(model.trainable_variables) == 4
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6)
+
+
 def test_budget_custom_trainer_trains_on_batches():
     model, plain = compiled(LazyLayers), compiled(LazyLayers)
     keras.utils.set_random_seed(7)

@@ -75,7 +75,8 @@ class PlannedStep:
             def on_batch(*flat: Any) -> Any:
                 return function(iter([tf.nest.pack_sequence_as(spec, flat)]))
 
-            self._on_batch = tf.function(on_batch, input_signature=tf.nest.flatten(spec), autograph=False)
+            traced = tf.function(on_batch, input_signature=tf.nest.flatten(spec), autograph=False)
+            self._on_batch = traced.get_concrete_function()  # Calls do not count as retracing of one function.
         return self._on_batch(*tf.nest.flatten(batches.first))
 
     def use(self, function: Any) -> None:
@@ -97,6 +98,10 @@ class PlannedStep:
             return all(size <= planned for size, planned in pairs)
         return all(size == planned for size, planned in pairs)
 
+    def shape_text(self) -> str:
+        """Return the shape of the tensor of the highest rank, such as `4x24x24x3`."""
+        return "x".join(map(str, _largest(self.shapes)))
+
     def discard(self) -> None:
         """Forget the plan, so that the next step is planned again."""
         self.abandon()
@@ -112,8 +117,13 @@ class PlannedStep:
 
 def _num_samples(shapes: Shapes) -> int:
     """Return the leading size of the tensor of the highest rank; 0 for scalars."""
+    return next(iter(_largest(shapes)), 0)
+
+
+def _largest(shapes: Shapes) -> tuple[int, ...]:
+    """Return the shape of the highest rank."""
     largest: tuple[int, ...] = max(shapes, key=len, default=())
-    return largest[0] if largest else 0
+    return largest
 
 
 def shapes_of(batch: Any) -> Shapes:

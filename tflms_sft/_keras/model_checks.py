@@ -58,10 +58,12 @@ def is_trainer(model: Any) -> bool:
 def build_optimizer(model: Any) -> None:
     """Create the slots of the optimizer beside the weights, if the step is Keras's own, which updates all weights.
 
-    A step of the model's own may use the optimizer for some weights only, and builds it for them when it is traced.
+    A step of the model's own may use the optimizer for some weights only, and builds it for them when it is traced. So
+    does a step that builds layers, such as those of a recurrent cell, when it is traced for the first time.
     """
     has_own_step = type(model).train_step is not keras.Model.train_step
-    if model.built and not has_own_step and model.optimizer is not None and not model.optimizer.built:
+    is_complete = model.built and all(layer.built for layer in model._flatten_layers())
+    if is_complete and not has_own_step and model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
 
 

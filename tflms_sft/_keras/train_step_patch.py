@@ -383,7 +383,12 @@ class StepPatch:
                 return None
             if is_shape_known and (self._params.pipeline is not None or not properties.has_allocator_stats()):
                 return None
-        peeked = PeekedBatches(iterator, self.model.steps_per_execution)
+        try:
+            peeked = PeekedBatches(iterator, self.model.steps_per_execution)
+        except StopIteration:
+            if not selects or now.function is None:
+                raise
+            return None  # The step itself finds the end: ops that need no batch run once more, as in plain training.
         if selects:
             self._select_size(peeked.first)
         elif not is_shape_known:
@@ -518,8 +523,7 @@ class StepPatch:
             analysed.variables += self._untouched_variable_bytes(traced)
             importer, plan = self._rewrite_analysed(analysed)
         if len(self._planned) > 1 and shape is not None:
-            sizes = (shape[0], *max(now.shapes, key=len)[1:])
-            plan = amend_plan(plan, f"for batches of {'x'.join(map(str, sizes))}, as each size has a plan of its own")
+            plan = amend_plan(plan, f"for batches of {now.shape_text()}, as each size has a plan of its own")
         if now.plan is None:
             now.plan, now.planning = plan, stopwatch
             now.variable_bytes = analysed.variables
@@ -541,7 +545,22 @@ class StepPatch:
         return dataclasses.replace(self._params, tiles=dataclasses.replace(self._params.tiles, plan=None))
 
     def _rewrite_analysed(self, analysed: TracedStep) -> tuple[StepImporter, Plan]:
-        """Rewrite the step; after an excess of a later step by the plan before, if no corrected one fits."""
+        """Rewrite the step; after an excess of a later step by the plan before, if no corrected one fits.
+
+        Raises:
+            BudgetError: If no plan fits; it names the size if batches of other sizes have been trained.
+        """
+        try:
+            return self._rewrite_with_fallback(analysed)
+        except BudgetError as error:
+            if len(self._planned) > 1:
+                error.args = (
+                    f"{error} This is for batches of {self._now.shape_text()}, after steps with batches of another "
+                    "size: let the largest batch be the first.",
+                )
+            raise
+
+    def _rewrite_with_fallback(self, analysed: TracedStep) -> tuple[StepImporter, Plan]:
         before, self._now.correction_before = self._now.correction_before, None
         try:
             return rewrite_traced(analysed, self._size_params)
