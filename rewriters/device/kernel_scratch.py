@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 import tensorflow as tf
 
 from rewriters.device import properties
-from rewriters.ir.graph import PER_PIXEL, Node, Tensor
+from rewriters.ir.graph import PER_PIXEL, Node, Shape, Tensor
 from rewriters.ir.op_traits import Trait, ops_with
 
 __all__: list[str] = []
@@ -183,12 +183,26 @@ def full_call(node: Node, batch: int) -> KernelShape:
     elif len(node.inputs) == 3:
         small = node.inputs[2].shape
         large = node.outputs[0][1] if node.op in _INPUT_GRADIENTS else node.inputs[0].shape
+        small = _shape_of_windows(node, small, large)
     else:
         return KernelShape(batch, 0, 0)
     if small is None or len(small) < 4:
         return KernelShape(batch, 0, 0)
     pixels = (math.prod(int(dim or 0) for dim in (shape or ())[1:-1]) for shape in (small, large))
     return KernelShape(batch if small[0] is None else small[0], *pixels)
+
+
+def _shape_of_windows(node: Node, small: Shape, large: Shape) -> Shape:
+    """Return the shape of the output gradient of a convolution, from that of the image where it is unknown.
+
+    The gradients in the loop of a recurrent layer have no shape if the batch size is open. Without padding the image
+    has fewer windows than the result says.
+    """
+    is_known = small is not None and None not in small[1:-1]
+    if is_known or large is None or None in large[1:-1] or "strides" not in node.attrs:
+        return small
+    sizes = zip(large[1:-1], node.attrs["strides"].list.i[1:-1], strict=True)
+    return (large[0], *(-(-int(size or 0) // stride) for size, stride in sizes), None)
 
 
 def may_take_scratch(node: Node) -> bool:

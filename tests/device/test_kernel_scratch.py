@@ -73,6 +73,20 @@ def test_scratch_bytes_equal_measured_unfolding(kind, sizes):
     assert window_bytes(node, full_call(node, 1)) == windows
 
 
+@pytest.mark.parametrize("kind", ["input", "filter"])
+@pytest.mark.parametrize("sizes", CALLS[:8], ids=str)
+def test_scratch_of_gradient_without_shape_is_that_of_its_image(kind, sizes):
+    """Gradients in the loop of a recurrent layer have no shape if the batch size is open."""
+    function, _ = gradient(kind, *sizes)
+    (node,) = (n for n in read_canonical(function.get_concrete_function()).nodes.values() if "Backprop" in n.op)
+    images, expected = sizes[3], op_scratch(node, 1)
+    grad = node.inputs[2]
+    grad.node.outputs[grad.index] = (grad.dtype, (None,) * 4)
+    image = node if kind == "input" else node.inputs[0].node
+    image.outputs[0] = (image.outputs[0][0], (None, *image.outputs[0][1][1:]))
+    assert expected and op_scratch(node, images) == expected
+
+
 def test_unfolding_cases_cover_both_outcomes():
     found = []
     for sizes in CALLS:
