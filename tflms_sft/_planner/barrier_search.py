@@ -303,7 +303,7 @@ class CheckpointPlan:
             middle = (above + step) // 2
             higher = fitting(middle)
             above, step, best = (middle, step, best) if higher is None else (above, middle, higher)
-        return best
+        return min(best, self.smallest, key=_rank)  # A target below the bytes beside a loop asks for the finest grid.
 
     def may_fit(self, limit: int) -> bool:
         """Return whether the lower bound of the step's peak stays within `limit` bytes."""
