@@ -532,19 +532,3 @@ def test_budget_without_room_for_swaps_names_the_room(monkeypatch):
         monkeypatch.setattr(f"tflms_sft._planner.{module}.no_room", lambda *_: "`spill_dir` has too little space.")
     with pytest.raises(tflms_sft.SwapError, match="too little space"):
         tflms_sft.rewrite(step, AutoParams(caught.value.smallest_bytes), spec)
-
-
-def test_small_iterations_that_fit_are_preferred_to_finer_grids():
-    """Where most bytes are beside the loops, the ladder of targets asks for tiles of one pixel: 56 times as long."""
-    keras.utils.set_random_seed(1)
-    token = keras.Input((None,), dtype="int32")
-    x = layers.Embedding(500, 32)(token)
-    for _ in range(3):
-        x = layers.Conv1D(64, 5, padding="same", activation="relu")(x)
-    model = keras.Model(token, layers.Dense(4, activation="softmax")(layers.GlobalMaxPooling1D()(x)))
-    model.compile("adam", "sparse_categorical_crossentropy")
-    model.optimizer.build(model.trainable_variables)
-    step = tf.function(lambda x, y: model.train_step((x, y)), autograph=False)
-    specs = tf.TensorSpec((8, 259), tf.int32), tf.TensorSpec((8,), tf.int32)
-    plan = tflms_sft.rewrite(step, AutoParams("2900KiB", swap=False), *specs).plan
-    assert plan.segments and plan.predicted.time_ratio < 10

@@ -53,6 +53,21 @@ def test_sets_whose_bounds_are_above_the_limit_are_not_modelled(monkeypatch):
     assert not plan.fits(plan.least_bytes - 1)
 
 
+def test_small_iterations_that_fit_are_preferred_to_finer_grids(monkeypatch):
+    """A target below the bytes beside the loops asks for the finest grids, which are slow."""
+    step = traced(chain)
+    plan = CheckpointPlan(LoopEstimates(step), Barriers(step).segment("segment1", Barriers(step).smallest))
+
+    def finest(self, halo, target):
+        return 0, [grids[-1] for grids in self._loops[halo].grids]
+
+    monkeypatch.setattr(CheckpointPlan, "_for_target", finest)
+    slow = plan._candidate(plan._loops[Halo.RECOMPUTE].planned(finest(plan, Halo.RECOMPUTE, 0)[1]))
+    limit = max(plan.smallest.peak.peak_bytes, slow.peak.peak_bytes)
+    assert plan.smallest.time_ratio < slow.time_ratio
+    assert plan.fastest_within(Halo.RECOMPUTE, limit) is plan.smallest
+
+
 def test_swaps_are_possible_down_to_the_largest_loop():
     step = traced(chain)
     search = BarrierSearch(step, Barriers(step))
