@@ -6,18 +6,20 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from rewriters.ir import tf_internals
 from rewriters.ir.graph import BRANCHES, Graph, Node, Shape, Tensor, from_tf_graph
-from rewriters.ir.static_values import Dim, StaticEvaluator, Value, constant
+from rewriters.ir.static_values import Dim, StaticEvaluator, Value
 from rewriters.ir.symbolic_dims import SymbolicDim
 
 __all__: list[str] = []
 
 _NUMBERS = itertools.count(1)
 """Numbers of new functions: TensorFlow holds those of all graphs by name."""
+
+MAX_EVALUATED_ITERATIONS = 10_000
+"""Iterations of which each is evaluated to count the runs of branches; with more the branches are unknown."""
 
 _COUNTS: dict[str, Callable[[int, int, int], int | None]] = {
     "Less": lambda start, limit, step: _num_steps(limit - start, step),
@@ -26,25 +28,6 @@ _COUNTS: dict[str, Callable[[int, int, int], int | None]] = {
     "GreaterEqual": lambda start, limit, step: _num_steps(start - limit + 1, -step),
 }
 """Functions that return the number of steps after which a counter no longer fulfils a comparison with a limit."""
-
-
-_ARITHMETIC: dict[str, Callable[..., Any]] = {
-    "Add": np.add,
-    "AddV2": np.add,
-    "Sub": np.subtract,
-    "Mul": np.multiply,
-    "FloorMod": np.mod,
-    "Equal": np.equal,
-    "NotEqual": np.not_equal,
-    "Less": np.less,
-    "LessEqual": np.less_equal,
-    "Greater": np.greater,
-    "GreaterEqual": np.greater_equal,
-    "LogicalAnd": np.logical_and,
-    "LogicalOr": np.logical_or,
-    "LogicalNot": np.logical_not,
-}
-"""Functions that compute a condition from the values of a counter in all iterations."""
 
 
 def _num_steps(distance: int, step: int) -> int | None:
@@ -173,7 +156,7 @@ def set_stack_lengths(graph: Graph, lengths: Mapping[str, int]) -> None:
     """Infer the shapes of a graph in place for given lengths of lists that `TensorListStack` stacks.
 
     Args:
-        graph: The graph. It is left as it is if TensorFlow cannot infer its shapes.
+        graph: A copy of a graph, which is of no use if TensorFlow cannot infer its shapes.
         lengths: Lengths by the name of the `TensorListStack`.
     """
     for name, length in lengths.items():
@@ -196,8 +179,8 @@ def set_stack_lengths(graph: Graph, lengths: Mapping[str, int]) -> None:
     shapes = {name: tensor.shape for name, tensor in zip(wanted, inferred, strict=True)}
     for node in graph.nodes.values():
         if node.name not in fed:
-            specs = zip(node.outputs, (shapes[node.out(index).name] for index in range(len(node.outputs))), strict=True)
-            node.outputs = [(dtype, _refined(shape, found)) for (dtype, shape), found in specs]
+            outputs = enumerate(node.outputs)
+            node.outputs = [(d, _refined(shape, shapes[node.out(index).name])) for index, (d, shape) in outputs]
 
 
 def _refined(shape: Shape, inferred: Any) -> Shape:
@@ -303,34 +286,28 @@ def branch_runs(body: Graph, initial: Sequence[Value], length: int) -> dict[str,
         initial: Static values of the loop's operands.
         length: Number of iterations.
     """
-    known: dict[Tensor, np.ndarray] = {}
+    conditionals = [node for node in body.nodes.values() if node.op in BRANCHES]
+    counters: list[tuple[Tensor, int, int]] = []
     for position, (argument, start) in enumerate(zip(body.inputs, initial, strict=True)):
         step = 0 if source_of(body.outputs[position]) == argument else _step(body, position)
         if isinstance(start, int) and step is not None:
-            known[argument] = start + step * np.arange(length)
-    runs: dict[str, list[int]] = {}
-    for node in body.nodes.values():
-        chosen = _values(node.inputs[0], known) if node.op in BRANCHES else None
-        if chosen is not None:
-            many = len(node.attrs["branches"].list.func) if "branches" in node.attrs else 2
-            chosen = np.broadcast_to(chosen if "branches" in node.attrs else np.equal(chosen, 0), length)
-            out_of_range = (chosen < 0) | (chosen >= many)  # Runs the last branch.
-            runs[node.name] = np.bincount(np.where(out_of_range, many - 1, chosen), minlength=many).tolist()
-    return runs
-
-
-def _values(tensor: Tensor, known: Mapping[Tensor, np.ndarray]) -> np.ndarray | None:
-    """Return the values of a number in all iterations; `None` if they are unknown."""
-    tensor = source_of(tensor)
-    if tensor in known or tensor.shape != ():
-        return known.get(tensor)
-    if tensor.node.op == "Const":
-        return constant(tensor.node)
-    operands = [_values(operand, known) for operand in tensor.node.inputs] if tensor.node.op in _ARITHMETIC else [None]
-    if any(operand is None for operand in operands):
-        return None
-    with np.errstate(all="ignore"):
-        return np.asarray(_ARITHMETIC[tensor.node.op](*operands))
+            counters.append((argument, start, step))
+    if not conditionals or not counters or length > MAX_EVALUATED_ITERATIONS:
+        return {}
+    evaluate, runs = StaticEvaluator(body), dict[str, list[int] | None]()
+    for node in conditionals:
+        runs[node.name] = [0] * (len(node.attrs["branches"].list.func) if "branches" in node.attrs else 2)
+    for number in range(length):
+        in_iteration = evaluate.given({argument: start + step * number for argument, start, step in counters})
+        for node in conditionals:
+            counts, chosen = runs[node.name], in_iteration(node.inputs[0])
+            if counts is None or not isinstance(chosen, int):
+                runs[node.name] = None
+            elif "branches" in node.attrs:
+                counts[chosen if 0 <= chosen < len(counts) else -1] += 1  # Out of range, the last branch runs.
+            else:
+                counts[0 if chosen else 1] += 1
+    return {name: counts for name, counts in runs.items() if counts is not None}
 
 
 def _step(body: Graph, position: int) -> int | None:

@@ -2,14 +2,15 @@
 
 With an unknown batch size TensorFlow computes the operands of `Sum`, `Reshape`, `Slice` or `Conv2DBackpropInput` at run
 time, from the shapes of *full-size* tensors. On a tile the same ops would compute other values, so they are evaluated
-here, before tiling. A value is an `int`, a nested list of integers as a flat tuple, a `SymbolicDim` for an unknown
-leading size, or `None` if it is unknown.
+here, before tiling. A value is an `int` (1 and 0 for truth values), a nested list of integers as a flat tuple, a
+`SymbolicDim` for an unknown leading size, or `None` if it is unknown.
 """
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,12 @@ class StaticEvaluator:
             self._known[tensor] = None  # Ends recursion in an invalid, cyclic graph.
             self._known[tensor] = self._evaluate(tensor)
         return self._known[tensor]
+
+    def given(self, values: Mapping[Tensor, Value]) -> StaticEvaluator:
+        """Return an evaluator of the graph in which some tensors have these values."""
+        evaluator = copy.copy(self)
+        evaluator._known = dict(values)
+        return evaluator
 
     def ints(self, tensor: Tensor) -> tuple[int, ...] | None:
         """Return a vector of integers if all of them are known, otherwise `None`."""
@@ -281,6 +288,15 @@ _HANDLERS: dict[str, Handler] = {
     "Mul": _binary(lambda a, b: a * b),
     "FloorDiv": _binary(lambda a, b: a // b),
     "FloorMod": _binary(lambda a, b: a % b),
+    "Equal": _binary(lambda a, b: int(a == b)),
+    "NotEqual": _binary(lambda a, b: int(a != b)),
+    "Less": _binary(lambda a, b: int(a < b)),
+    "LessEqual": _binary(lambda a, b: int(a <= b)),
+    "Greater": _binary(lambda a, b: int(a > b)),
+    "GreaterEqual": _binary(lambda a, b: int(a >= b)),
+    "LogicalAnd": _binary(lambda a, b: int(a and b)),
+    "LogicalOr": _binary(lambda a, b: int(a or b)),
+    "LogicalNot": lambda _node, _i, v: int(not _as_int(v[0])),
     "Maximum": _binary(max),
     "Minimum": _binary(min),
     "Pack": _pack,

@@ -59,8 +59,8 @@ def rows(plan: PlanRecord) -> list[Row]:
         )
         for segment in plan.segments
     ]
-    rest = "everything else" if plan.segments else "everything"
-    result.append(Row("-", rest, "not rewritten", "-", *_numbers(plan.rest_waiting_bytes, plan.rest_time_share)))
+    other_ops = "everything else" if plan.segments else "everything"
+    result.append(Row("-", other_ops, "not rewritten", "-", *_numbers(plan.rest_waiting_bytes, plan.rest_time_share)))
     if plan.swaps:
         text = f"{len(plan.swaps)} tensor(s)"
         swapped = f"-{format_bytes(plan.swapped_bytes)}"
