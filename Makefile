@@ -7,8 +7,10 @@ STAMP := $(VENV)/.installed
 CODE := $(wildcard setup.py tflms_sft rewriters tests examples benchmarks)
 
 export TF_CPP_MIN_LOG_LEVEL ?= 2
+# The theme prints a notice about another project otherwise.
+export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: demo test test-all fuzz lint clean
+.PHONY: demo test test-all fuzz lint docs clean
 
 demo: $(STAMP)
 	$(RUN) -m examples.demo
@@ -24,6 +26,10 @@ test-all: lint
 fuzz: $(STAMP)
 	$(RUN) tests/helpers/fuzz.py $(or $(N),1000) $(SEED)
 
+# The site is at build/site/index.html; a warning is an error.
+docs: $(STAMP)
+	$(RUN) -m mkdocs build --strict --quiet
+
 lint: $(STAMP)
 	$(RUN) -m ruff check $(CODE)
 	$(RUN) -m ruff format --check --quiet $(CODE)
@@ -36,7 +42,7 @@ $(STAMP): setup.py pyproject.toml
 	"tflms-sft needs CPython 3.11 to 3.13 (the versions that TensorFlow 2.21 and Keras 3.15 share). Received: " \
 	+ sys.implementation.name + " %d.%d. Name another with: make PYTHON=python3.11" % v)'
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --disable-pip-version-check -e '.[test,examples,plot]'
+	$(RUN) -m pip install --quiet --disable-pip-version-check -e '.[test,examples,plot,docs]'
 	@touch $@
 
 clean:

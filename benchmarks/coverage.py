@@ -1,6 +1,6 @@
-"""Writes `docs/coverage.md`: what becomes of every Keras layer, and of the networks of `keras.applications`.
+"""Writes `docs/reference/supported.md`: what becomes of every Keras layer, and of the networks of `keras.applications`.
 
-    python -m benchmarks.coverage [--networks NAME ...] [--layers NAME ...] [--results FILE] [--output docs/coverage.md]
+    python -m benchmarks.coverage [--networks NAME ...] [--layers NAME ...] [--results FILE] [--output docs/reference/supported.md]
 
 What was found before stays in the file of results; only what is named is examined again.
 
@@ -265,7 +265,7 @@ half of the plain peak, weights and momenta included, or raises `BudgetError`, o
 Between two convolutions in a network that ends in `Flatten` and `Dense`, two steps of three images with odd sizes.
 *Difference* as above, in float64 unless TensorFlow's CPU has no such kernel; bilinear resizing makes float32 whatever
 goes in. A *barrier* is a sum over the whole image that the rest of the segment waits for, between two loops
-([barriers.md](barriers.md)).
+([barriers.md](../explanation/barriers.md)).
 
 {layers}
 
@@ -314,7 +314,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", nargs="*", choices=layers, default=layers, metavar="NAME")
     results = _child.ROOT / "benchmarks" / "results" / "coverage.json"
     parser.add_argument("--results", type=Path, default=results, metavar="FILE")
-    parser.add_argument("--output", type=Path, default=_child.ROOT / "docs" / "coverage.md", metavar="FILE")
+    parser.add_argument("--output", type=Path, default=_child.ROOT / "docs" / "reference" / "supported.md", metavar="FILE")
     return parser.parse_args(arguments)
 
 

@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/how-it-works.md, docs/reports.md, docs/several-devices.md and CONTRIBUTING.md.
+"""Draws the pictures of docs/explanation/how-it-works.md, docs/reference/reports.md, docs/how-to/several-devices.md and CONTRIBUTING.md.
 
     python docs/pictures/make.py [FOLDER]
 

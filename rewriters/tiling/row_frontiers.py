@@ -3,7 +3,7 @@
 For each tensor and each border between two strips, a frontier holds two rows. The strips above the border complete all
 rows before the first. The strips below the border still need the rows from the second on. The rows between them are
 carried across the border: downwards for a forward value, upwards for a gradient, which the strips add to.
-`docs/rows.md` derives both from one rule.
+`docs/explanation/strips.md` derives both from one rule.
 """
 
 from __future__ import annotations

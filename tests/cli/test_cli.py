@@ -547,7 +547,7 @@ def test_doctor_without_requirements_fails(cli, monkeypatch):
 
 def test_options_of_all_commands_are_documented():
     (commands,) = (action for action in make()._actions if isinstance(action, argparse._SubParsersAction))
-    text = (ROOT / "docs" / "command-line.md").read_text()
+    text = (ROOT / "docs" / "reference" / "command-line.md").read_text()
     assert set(commands.choices) == {"plan", "max-input", "max-batch", "run", "worker", "doctor"}
     for name, command in commands.choices.items():
         options = {option for action in command._actions for option in action.option_strings}

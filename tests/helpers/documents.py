@@ -1,6 +1,6 @@
 """Runs the snippets of a page of the documentation, in order and in one process.
 
-    python tests/helpers/documents.py docs/start-here.md [FOLDER]
+    python tests/helpers/documents.py docs/getting-started/first-budget.md [FOLDER]
 
 What stands behind the language of a block says what it is for:
 
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
 
 _FENCE = re.compile(r"```(\S*) ?(.*)")
 _COMMANDS = {"tflms-sft": [sys.executable, "-m", "tflms_sft"], "python": [sys.executable]}

@@ -311,7 +311,7 @@ def cases(draw: Any) -> str:
     params = _params(d, known)
     optimizer = f"keras.optimizers.{draw(st.sampled_from(OPTIMIZERS))}"
     if not known and not lines[-1].startswith("y = layers.Activation"):
-        # Of a known batch TensorFlow's plain step is not to be compared with: see docs/decisions.md.
+        # Of a known batch TensorFlow's plain step is not to be compared with: see docs/develop/decisions.md.
         params += draw(st.sampled_from(("", "", "", ", linear=True")))
     call = f"compare(keras.Model({inputs}, y), {optimizer}, {params}, known_batch={known})"
     return "\n".join([HEAD, *lines, call, ""])

@@ -16,7 +16,7 @@ from PIL import Image
 
 import tflms_sft
 
-SLOW = {"README.md", "start-here.md"}
+SLOW = {"README.md", "first-budget.md"}
 MARKS = {"python": ("", "fragment"), "text": ("", "prints"), "console": ("",)}
 
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)(#[^)]*)?\)")
@@ -169,7 +169,7 @@ def test_pictures_program_draws_every_picture(tmp_path):
 
 # The page of parameters ---------------------------------------------------------------------------------------------
 
-PARAMETERS = ROOT / "docs" / "parameters.md"
+PARAMETERS = ROOT / "docs" / "reference" / "parameters.md"
 ROW = re.compile(r"^\| (`.*?`) \|(.*)\|$")
 
 

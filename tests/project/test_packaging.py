@@ -125,7 +125,7 @@ def test_wheel_has_requirements_and_extras(metadata):
         extra: {_tidy(line) for line in metadata.get_all("Requires-Dist") if _extra(line) == extra}
         for extra in (None, *metadata.get_all("Provides-Extra"))
     }
-    assert set(requires) == {None, "gpu", "plot", "compare", "examples", "test"}
+    assert set(requires) == {None, "gpu", "plot", "compare", "docs", "examples", "test"}
     assert requires[None] == {("tensorflow", "<2.22,>=2.21"), ("keras", "<3.16,>=3.15"), ("numpy", "")}
     assert requires["gpu"] == {("tensorflow[and-cuda]", "<2.22,>=2.21")}
     assert requires["plot"] == {("matplotlib", "")}

@@ -84,7 +84,7 @@ class Plan(PlanRecord):
     def summary(self) -> str:
         """Return a report of several lines: a table of segments, swaps, the largest tensors, and remarks.
 
-        docs/reports.md explains the columns.
+        docs/reference/reports.md explains the columns.
         """
         return summary(self)
 
