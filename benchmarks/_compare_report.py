@@ -2,22 +2,14 @@
 
 import argparse
 import dataclasses
-import datetime
-import importlib.metadata
 import json
-import os
-import platform
 import re
-import shlex
-import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import _arguments, _child, _compare, _nets
-
-RESULTS = Path(__file__).resolve().parent / "results"
+from benchmarks import _arguments, _child, _compare, _nets, _results
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -95,14 +87,8 @@ def measure_and_report(
     Returns:
         The exit code: 1 if something rewritten failed.
     """
-    report: dict[str, Any] = {
-        "command": shlex.join(["python", "-m", program, *arguments]),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "hardware": hardware(),
-        "versions": versions(),
-        "spec": dataclasses.asdict(spec),
-        "runs": options.runs,
-    }
+    report: dict[str, Any] = _results.provenance(program, arguments)
+    report |= {"spec": dataclasses.asdict(spec), "runs": options.runs}
     for name in ("command", "hardware", "versions"):
         print(f"{name}: {report[name] if name == 'command' else json.dumps(report[name])}", flush=True)
     variants = [*([] if options.skip_plain else [_compare.PLAIN]), *rewritten]
@@ -115,17 +101,15 @@ def measure_and_report(
     ratios = _compare.compare(spec, results)
     report["variants"] = [dataclasses.asdict(variant) for variant in variants]
     report |= {"results": results, "ratios": ratios}
-    path = options.json or RESULTS / f"{file_name(spec, rewritten)}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n")
     for title, figures in results.items():
         if figures.get("plan_summary"):
             print(f"\n{title}: {figures['plan_summary']}")
-    print(f"\n{table(variants, results, ratios)}")
+    printed = table(variants, results, ratios)
+    print(f"\n{printed}")
     for title, figures in results.items():
         if "failed" in figures:
             print(f"{title} failed: {figures['failed']}")
-    print(f"Written: {path}")
+    _results.write(options.json or _results.RESULTS / f"{file_name(spec, rewritten)}.json", report, {"steps": printed})
     return 1 if any("failed" in results[variant.title] for variant in rewritten) else 0
 
 
@@ -141,80 +125,47 @@ def file_name(spec: _compare.Spec, rewritten: Sequence[_compare.Variant]) -> str
     return re.sub(r"[^\w.-]", "_", "_".join(parts))
 
 
+HEADINGS = [
+    *("training", "budget", "predicted peak", "peak, first step", "largest peak, later steps", "of plain"),
+    *("growth of RSS", "of plain", "step, median (range)", "of plain", "CPU time, of plain"),
+    *("predicted time, of plain", "first step", "losses differ by"),
+]
+
+
 def table(variants: Sequence[_compare.Variant], results: _compare.Results, ratios: _compare.Results) -> str:
-    """Returns the figures as a Markdown table; beside each variant how plain compares with it."""
-    size = _compare.shown_size
-    rows: list[tuple[str, str, Callable[[dict[str, Any]], str]]] = [
-        ("peak_bytes", "peak_bytes", lambda f: size(f["peak_bytes"])),
-        ("peak of first step", "", lambda f: size(f["first_peak_bytes"])),
-        ("predicted peak_bytes", "predicted_peak_bytes", lambda f: size(f["predicted_peak_bytes"])),
-        ("fixed_bytes", "", lambda f: size(f["fixed_bytes"])),
-        ("net_rss_bytes, warm", "net_rss_bytes", lambda f: size(f["net_rss_bytes"])),
-        ("net_rss_bytes, cold", "net_rss_bytes_cold", lambda f: size(f["net_rss_bytes_cold"])),
-        ("step, median", "step_seconds_median", lambda f: f"{f['step_seconds_median']:.2f} s"),
-        ("step, min-max", "", lambda f: f"{f['step_seconds_min']:.2f}-{f['step_seconds_max']:.2f} s"),
-        ("step, CPU time", "cpu_seconds_median", lambda f: f"{f['cpu_seconds_median']:.2f} s"),
-        ("predicted time", "", lambda f: _work(f["predicted_time_ratio"])),
-        ("first step", "cold_seconds", lambda f: f"{f['cold_seconds']:.1f} s"),
-        ("per pixel", "", lambda f: f"{f['microseconds_per_pixel']:.3f} µs"),
-    ]
-    header, budgets, losses = [""], ["budget"], ["losses differ"]
-    lines = [[title] for title, _, _ in rows]
+    """Return the figures as a Markdown table with a line for each variant."""
+    lines = [HEADINGS]
     for variant in variants:
-        figures, compared = results[variant.title], ratios.get(variant.title)
-        header.append(variant.title)
-        budgets.append(size(variant.budget_bytes) if variant.budget else "-")
-        losses.append(f"{compared['loss_difference']:.1e}" if compared else "-")
-        for line, (_, _, cell) in zip(lines, rows, strict=True):
-            line.append("failed" if "failed" in figures else cell(figures))
-        if compared:
-            header.append(f"plain/{variant.title}")
-            budgets.append("")
-            losses.append("")
-            for line, (_, ratio, _) in zip(lines, rows, strict=True):
-                line.append(f"{compared[ratio]:.2f}" if compared.get(ratio) else "")
-    return markdown([header, *([budgets] if any(v.budget for v in variants) else []), *lines, losses])
+        figures, compared = results[variant.title], ratios.get(variant.title, {})
+        if "failed" in figures:
+            lines.append([variant.title, "failed", *[""] * (len(HEADINGS) - 2)])
+            continue
+
+        def over_plain(name: str, ratios: dict[str, Any] = compared) -> str:
+            return f"{1 / ratios[name]:.2f}" if ratios.get(name) else "-"
+
+        is_plain = variant.title == _compare.PLAIN.title
+        ratio, median = figures["predicted_time_ratio"], figures["step_seconds_median"]
+        lines.append(
+            [
+                variant.title,
+                _mib(variant.budget_bytes) if variant.budget else "-",
+                _mib(figures["predicted_peak_bytes"]),
+                _mib(figures["first_peak_bytes"]),
+                _mib(figures["peak_bytes"]),
+                "1.00" if is_plain else over_plain("peak_bytes"),
+                _mib(figures["net_rss_bytes"]),
+                "1.00" if is_plain else over_plain("net_rss_bytes"),
+                f"{median:.2f} s ({figures['step_seconds_min']:.2f} to {figures['step_seconds_max']:.2f})",
+                "1.00" if is_plain else over_plain("step_seconds_median"),
+                "1.00" if is_plain else over_plain("cpu_seconds_median"),
+                "-" if ratio is None else f"{ratio:.2f}",
+                f"{figures['cold_seconds']:.0f} s",
+                f"{compared['loss_difference']:.0e}" if compared else "-",
+            ]
+        )
+    return _results.markdown(lines)
 
 
-def _work(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.2f} x"
-
-
-def markdown(lines: Sequence[Sequence[str]]) -> str:
-    """Returns a Markdown table of equally long lines, the first its header."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = ["| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in lines]
-    text.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return "\n".join(text)
-
-
-def hardware() -> dict[str, Any]:
-    """Returns what the times depend on; the load is the one before the measurements."""
-    cpuinfo = Path("/proc/cpuinfo").read_text()
-    meminfo = Path("/proc/meminfo").read_text()
-    model = re.search(r"^model name\s*:\s*(.*)$", cpuinfo, re.MULTILINE)
-    total = re.search(r"^MemTotal:\s+(\d+) kB", meminfo, re.MULTILINE)
-    return {
-        "cpu": model.group(1) if model else platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_bytes": int(total.group(1)) * 1024 if total else None,
-        "system": f"{platform.system()} {platform.release()}",
-        "load_average_before": os.getloadavg()[0],
-    }
-
-
-def versions(more: Sequence[str] = ()) -> dict[str, str]:
-    """Returns the versions of what runs, of `more` packages too, and the commit where git knows it."""
-    found = {"python": platform.python_version()}
-    for package in ("tensorflow", "keras", "numpy", "tflms-sft", *more):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed as a package"
-    found["onednn"] = os.environ.get("TF_ENABLE_ONEDNN_OPTS", "TensorFlow's default")
-    command = ["git", "-C", str(_child.ROOT), "describe", "--always", "--dirty"]
-    try:
-        found["commit"] = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        pass
-    return found
+def _mib(nbytes: int | None) -> str:
+    return "-" if nbytes is None else f"{nbytes / 2**20:,.0f} MiB"

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import _arguments, _child, _nets
+from benchmarks import _arguments, _child, _nets, _results
 
 MIB = 2**20
 
@@ -138,6 +137,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, prints; returns 1 if a prediction is too far from what was measured."""
     options = parse_arguments(arguments)
+    header = _results.provenance("benchmarks.accuracy", arguments)
     title = f"Peak of a step, median of {options.runs}"
     lines = [[title, "predicted", "measured", "lowest", "highest", "predicted / measured"], ["---"] * 6]
     near, report = True, {}
@@ -148,9 +148,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(", ".join(line), flush=True)
         lines.append(line)
         near, report[case.name] = near and is_near, found
-    print("\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines))
+    printed = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    print(f"\n{printed}")
     if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        _results.write(options.json, {**header, "cases": report}, {"cases": printed})
     return 0 if near else 1
 
 

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
-import os
 import re
 import shutil
 import subprocess
@@ -23,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import _arguments, _child
+from benchmarks import _arguments, _child, _results
 from benchmarks._client_models import CLIENTS
 
 MIB = 2**20
@@ -152,19 +150,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=_arguments.positive, default=3)
     parser.add_argument("--results", type=Path)
     options: argparse.Namespace = parser.parse_args(arguments)
-    rows = []
+    report = _results.provenance("benchmarks.clients", arguments)
+    rows, lines = [], [[*TITLES]]
     print(" | ".join(TITLES), flush=True)
     for name in options.clients:
         if name == "keras":
             row = keras_trainer_tests()
             told = row.get("skipped") or f"{row['budget']} of {row['plain']} tests that pass in plain"
-            print(f"{row['client']} | {row.get('version', '')} | {told} {row.get('missing') or ''}", flush=True)
+            own = [row["client"], row.get("version", ""), "", "1 GiB", told, "", str(row.get("missing") or "")]
+            print(" | ".join(own), flush=True)
         else:
             row = client_row(name, options.fraction, options.steps)
-            print(" | ".join(cells(row)), flush=True)
+            own = cells(row)
+            print(" | ".join(own), flush=True)
         rows.append(row)
+        lines.append(own)
     if options.results:
-        options.results.write_text(json.dumps({"cpus": os.cpu_count(), "rows": rows}, indent=1) + "\n")
+        _results.write(options.results, {**report, "rows": rows}, {"clients": _results.markdown(lines)})
     return 0
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
-import json
 import re
 import statistics
 import tempfile
@@ -26,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import _arguments, _child, _compare, _compare_report
+from benchmarks import _arguments, _child, _compare, _results
 
 SIZES = {"vgg16": (512, 1), "resnet50": (384, 2)}
 """Default image size and batch of each network."""
@@ -186,7 +185,7 @@ def table(chosen: Sequence[Way], found: dict[str, Figures]) -> str:
                 *(f"{off[kind]:.0e}" if kind in off else "-" for kind in ("loss", "gradient", "statistic")),
             ]
         )
-    return "\n\n".join([_compare_report.markdown(lines), *notes])
+    return "\n\n".join([_results.markdown(lines), *notes])
 
 
 def draw(path: Path, title: str, chosen: Sequence[Way], found: dict[str, Figures]) -> None:
@@ -267,16 +266,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     spec = _compare.Spec(options.net, options.image_size, options.batch, 1, options.steps, "cpu")
     chosen = ways(options.budgets)
-    environment = {**_compare_report.hardware(), **_compare_report.versions(["torch"])}
-    print("\n".join(f"{name}: {value}" for name, value in environment.items()), flush=True)
+    report = _results.provenance("benchmarks.compare", arguments, ["torch"])
+    print("\n".join(f"{name}: {value}" for name, value in report.items()), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         found = measured(spec, chosen, options.runs, Path(folder))
         compared(chosen, found)
-    print(f"\n{table(chosen, found)}")
+    printed = table(chosen, found)
+    print(f"\n{printed}")
     title = f"{options.net}, {options.image_size} x {options.image_size}, batch {options.batch}"
     if options.json:
-        report = {"environment": environment, "spec": dataclasses.asdict(spec), "runs": options.runs, "found": found}
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        report |= {"spec": dataclasses.asdict(spec), "runs": options.runs, "found": found}
+        _results.write(options.json, report, {"ways": printed})
     if options.picture:
         draw(options.picture, title, chosen, found)
         print(f"Drawn: {options.picture}")

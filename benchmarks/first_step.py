@@ -20,9 +20,10 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from benchmarks import _arguments, _child, planner
+from benchmarks import _arguments, _child, _results, planner
 
 STEPS = 4
 PARTS = ("trace", "analyse", "search", "emit")
@@ -108,9 +109,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _arguments.parser("benchmarks.first_step", __doc__)
     parser.add_argument("--cases", nargs="+", choices=list(planner.CASES), default=DEFAULT_CASES)
     parser.add_argument("--part", type=_arguments.part, default=0.5, help="budget / the original step's predicted peak")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for all figures")
     options: argparse.Namespace = parser.parse_args(arguments)
-    print(f"| network | training | first step | {' | '.join(PARTS)} | rest | later step |")
-    print("| --- " * (len(PARTS) + 5) + "|", flush=True)
+    report, networks = _results.provenance("benchmarks.first_step", arguments), {}
+    lines = [f"| network | training | first step | {' | '.join(PARTS)} | rest | later step |"]
+    lines.append("| --- " * (len(PARTS) + 5) + "|")
+    print("\n".join(lines), flush=True)
     for case in options.cases:
         plain = _child.call_in_child("benchmarks.planner:plain_peak", {"case": case})
         budget = int(options.part * plain)
@@ -118,7 +122,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             env = {"TFLMS_SFT_PLAN_CACHE": cache}
             for kind, limit in (("plain", None), ("new plan", budget), ("cached plan", budget)):
                 measured = _child.call_in_child("benchmarks.first_step:train", {"case": case, "budget": limit}, env=env)
-                print(row(case, kind, measured), flush=True)
+                networks[f"{case}, {kind}"] = measured
+                lines.append(row(case, kind, measured))
+                print(lines[-1], flush=True)
+    if options.json:
+        _results.write(options.json, {**report, "networks": networks}, {"parts": "\n".join(lines)})
     return 0
 
 

@@ -31,7 +31,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import _arguments, _child
+from benchmarks import _arguments, _child, _results
 
 MIB, GIB = 2**20, 2**30
 NETWORKS = {
@@ -52,7 +52,6 @@ NETWORKS = {
 SMALL_NETWORKS = {"vgg16": (64, 1), "unet3d-dice": (32, 1)}
 TILED_SIZES = {"unet3d": 32, "unet3d-dice": 32}
 """Image sizes of the comparisons of volumes; of images it is 96."""
-RESULTS = Path(__file__).parent / "results"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(facts.get("log", ""))
         return 1
     card = re.sub(r"\W+", "_", facts["name"]).strip("_").lower()
-    path = options.results or RESULTS / f"gpu_{card}{'_small' if options.small else ''}.json"
+    path = options.results or _results.RESULTS / f"gpu_{card}{'_small' if options.small else ''}.json"
     stored: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     stored["device"] = facts
     missing = [one for one in chosen if one.name not in stored]

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
-import json
 import os
 import statistics
 import sys
@@ -23,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import _arguments, _child, _lms_report, _meter, _nets
+from benchmarks import _arguments, _child, _lms_report, _meter, _nets, _results
 from benchmarks._lms_report import Cell
 
 ONE_THREAD = {"TF_NUM_INTEROP_THREADS": "1"}
@@ -246,12 +245,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"\n{title}, {options.image_size} px, batch {options.batch}; medians of {options.steps} step(s) ", end="")
     print(f"in each of {options.runs} run(s)")
     print(f"disk of {directory}, before and after, past the page cache: {_lms_report.speeds(disks)}\n")
-    print(_lms_report.table(title, cells, results))
+    printed = _lms_report.table(title, cells, results)
+    print(printed)
     print(_lms_report.bounds(cells, results, write, read))
     if options.json:
         asked = {name: getattr(options, name) for name in ("net", "image_size", "batch", "runs", "warmup", "steps")}
-        report = {"options": asked, "disk": disks, "cells": results}
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        report = {**_results.provenance("benchmarks.lms", arguments), "options": asked, "disk": disks}
+        _results.write(options.json, {**report, "cells": results}, {"cells": printed})
     if options.plot:
         _lms_report.draw(f"{title}, {options.image_size} px, batch {options.batch}", cells, results, options.plot)
     return 1 if any("failed" in found for found in results.values()) else 0

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import _arguments, _child, _compare_report, _lrcnn, _nets
+from benchmarks import _arguments, _child, _lrcnn, _nets, _results
 
 MIB = 2**20
 NUMBERS = (1, 2, 3, 4, 6, 8, 10, 12, 14, 20, 28)
@@ -129,7 +129,7 @@ def table_of_largest(title: str, results: Found) -> str:
                 _shown(found["option"]),
             ]
         )
-    return _compare_report.markdown(lines)
+    return _results.markdown(lines)
 
 
 def _shown(option: dict[str, Any]) -> str:
@@ -156,7 +156,7 @@ def table_of_rows(title: str, results: Found) -> str:
                 ", ".join("-" if most is None else str(most) for most in found["most_rows"]),
             ]
         )
-    return _compare_report.markdown(lines)
+    return _results.markdown(lines)
 
 
 def table_of_scale(title: str, results: Found) -> str:
@@ -173,7 +173,7 @@ def table_of_scale(title: str, results: Found) -> str:
                 f"{found['per_megapixel'] / once - 1:+.1%}",
             ]
         )
-    return _compare_report.markdown(lines)
+    return _results.markdown(lines)
 
 
 def table_of_where(title: str, results: Found) -> str:
@@ -184,14 +184,14 @@ def table_of_where(title: str, results: Found) -> str:
     for group in (*sorted({*plain, *changed}), "all"):
         before, after = (sum(found.values()) if group == "all" else found.get(group, 0.0) for found in (plain, changed))
         lines.append([group, f"{before:.2f} s", f"{after:.2f} s", f"{(after - before) / total:+.1%}"])
-    return _compare_report.markdown(lines)
+    return _results.markdown(lines)
 
 
 def table_of_sharing(title: str, results: Found) -> str:
     """A line for each number of rows."""
     lines = [[title, "error with sharing", "error without"]]
     lines += [[f"{n} rows", f"{one['with']:.1e}", f"{one['without']:.1e}"] for n, one in results.items()]
-    return _compare_report.markdown(lines)
+    return _results.markdown(lines)
 
 
 EXPERIMENTS = {
@@ -241,11 +241,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.experiment == "largest":
         size = f"{options.image_size} px, batch" if options.vary == "batch" else f"batch {options.batch}, image"
         size = f"{options.memory / MIB:.0f} MiB, {size}"
-    print("\n" + table(f"{_nets.TASKS[options.net].title}, {size}", results))
+    printed = table(f"{_nets.TASKS[options.net].title}, {size}", results)
+    print(f"\n{printed}")
     if options.json:
         asked = {name: value for name, value in vars(options).items() if name != "json"}
-        options.json.write_text(json.dumps({"options": asked, "results": results}, indent=1) + "\n")
-        print(f"Written: {options.json}")
+        report = {**_results.provenance("benchmarks.lrcnn", arguments), "options": asked, "results": results}
+        _results.write(options.json, report, {options.experiment: printed})
     return 0
 
 

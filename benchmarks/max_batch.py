@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import math
 import resource
 import statistics
@@ -33,7 +32,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import _arguments, _child, _nets
+from benchmarks import _arguments, _child, _nets, _results
 from tflms_sft._util import bisection
 
 MIB = 2**20
@@ -253,12 +252,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     results = {variant: examine(options, variant) for variant in VARIANTS}
     title = f"{_nets.TASKS[options.net].title}, {options.image_size} px, {options.memory / MIB:.0f} MiB"
-    print(f"\n{table(title, results)}")
+    printed = table(title, results)
+    print(f"\n{printed}")
     if options.json:
         names = ("net", "image_size", "memory", "headroom", "steps", "search")
         asked = {name: getattr(options, name) for name in names}
-        report = {"options": asked, "params": _nets.LEAST_MEMORY, "results": results}
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        report = {**_results.provenance("benchmarks.max_batch", arguments), "options": asked}
+        report |= {"params": _nets.LEAST_MEMORY, "results": results}
+        _results.write(options.json, report, {"batches": printed})
     return 0 if all(found.get("tried", {}).get("fits") for found in results.values()) else 1
 
 

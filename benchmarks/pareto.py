@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import _arguments, _child, _compare, _compare_report, _nets
+from benchmarks import _arguments, _child, _compare, _nets, _results
 
 PARTS = (0.8, 0.6, 0.45, 0.35, 0.27, 0.21, 0.17, 0.15, 0.135, 0.12)
 """Budgets that are planned for, over the predicted peak of the plain step."""
@@ -120,7 +120,7 @@ def table(plain_bytes: int, points: Sequence[Point], measured: Sequence[Point]) 
         times = [f"{point[key]:.2f}x" for key in ("time_ratio", "cpu_ratio")]
         size, ratio = _compare.shown_size(point["peak_bytes"]), plain_bytes / point["peak_bytes"]
         lines.append([f"measured ({point['title']})", "", size, f"{ratio:.2f}", *times, net])
-    return _compare_report.markdown(lines)
+    return _results.markdown(lines)
 
 
 def draw(path: Path, title: str, plain_bytes: int, points: Sequence[Point], measured: Sequence[Point]) -> None:
@@ -183,9 +183,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.exit(str(error))
     kwargs = {"spec": dataclasses.asdict(spec), "parts": list(PARTS)}
     found = _child.call_in_child("benchmarks.pareto:front", kwargs)
-    print(table(found["plain_bytes"], found["points"], measured))
+    printed = table(found["plain_bytes"], found["points"], measured)
+    print(printed)
     if options.json:
-        options.json.write_text(json.dumps({**found, "measured": measured}, indent=1) + "\n")
+        report = {**_results.provenance("benchmarks.pareto", arguments), **found, "measured": measured}
+        _results.write(options.json, report, {"front": printed})
     if options.plot:
         title = f"{options.model}, {options.image_size} px, batch {options.batch}"
         draw(options.plot, title, found["plain_bytes"], found["points"], measured)

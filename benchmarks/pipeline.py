@@ -22,15 +22,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
-import json
-import os
-import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import _arguments, _child, _compare_report, _pipeline_models, _pipeline_picture
+from benchmarks import _arguments, _child, _pipeline_models, _pipeline_picture, _results
 from rewriters.pipelining.schedule_simulator import simulate
 from rewriters.pipelining.schedules import SCHEDULES, make
 from tflms_sft import unets
@@ -124,7 +120,7 @@ def schedules_table(found: Sequence[Figures]) -> str:
                 *("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
             ]
         )
-    return _compare_report.markdown(lines)
+    return _results.markdown(lines)
 
 
 def schedule_promises(found: Sequence[Figures]) -> list[Promise]:
@@ -177,7 +173,7 @@ def memory_table(found: Sequence[Figures]) -> str:
                 f"{off:+.1%}",
             ]
         )
-    return _compare_report.markdown(lines)
+    return _results.markdown(lines)
 
 
 def memory_promises(found: Sequence[Figures]) -> list[Promise]:
@@ -225,7 +221,7 @@ def stage_table(stages: Sequence[Figures]) -> str:
                 f"{stage['peak_bytes'] / _pipeline_models.GIB:.2f} GiB",
             ]
         )
-    return _compare_report.markdown(lines)
+    return _results.markdown(lines)
 
 
 def predictions_table(nets: dict[str, Sequence[Figures]]) -> str:
@@ -237,7 +233,7 @@ def predictions_table(nets: dict[str, Sequence[Figures]]) -> str:
             found = _pipeline_models.predicted(stages, name, micro_batches)
             cells.append(f"{found.speedup:.2f} x, {max(found.peak_bytes) / _pipeline_models.GIB:.1f} GiB")
         lines.append([name, str(micro_batches), *cells])
-    return _compare_report.markdown(lines)
+    return _results.markdown(lines)
 
 
 def scaling_tables(found: Figures) -> str:
@@ -258,7 +254,7 @@ def scaling_tables(found: Figures) -> str:
     for count in (1, 2, 4, 8, 16, 32, 64, replicas):
         ratios = (_pipeline_models.speedup(eight, seconds, own, count) for own in (1, 2, 64))
         more.append([str(_pipeline_models.LARGEST_STAGES * count), str(count), *(f"{ratio:.2f} x" for ratio in ratios)])
-    return f"{_compare_report.markdown(lines)}\n\n{_compare_report.markdown(more)}"
+    return f"{_results.markdown(lines)}\n\n{_results.markdown(more)}"
 
 
 def assumptions() -> str:
@@ -327,30 +323,27 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, prints, writes and draws; returns 1 if a promise is broken."""
     options = parse_arguments(arguments)
-    given = sys.argv[1:] if arguments is None else arguments
-    report: dict[str, Any] = {
-        "command": shlex.join(["python", "-m", "benchmarks.pipeline", *given]),
-        "hardware": _compare_report.hardware(),
-        "versions": _compare_report.versions(),
-    }
+    report: dict[str, Any] = _results.provenance("benchmarks.pipeline", arguments)
+    tables: dict[str, str] = {}
     print("\n".join(f"{key}: {value}" for key, value in report.items()), flush=True)
     promises: list[Promise] = []
     if "schedules" in options.parts:
         report["schedules"] = timed(options)
-        print(f"\n{schedules_table(report['schedules'])}\n")
+        tables["schedules"] = schedules_table(report["schedules"])
+        print(f"\n{tables['schedules']}\n")
         promises += schedule_promises(report["schedules"])
     if "memory" in options.parts:
         report["memory"] = held(options)
-        print(f"\n{memory_table(report['memory'])}\n")
+        tables["memory"] = memory_table(report["memory"])
+        print(f"\n{tables['memory']}\n")
         promises += memory_promises(report["memory"])
     if "models" in options.parts:
         report["models"] = models(options)
         print(f"\n{models_text(report['models'])}\n")
     report["promises"] = [dataclasses.asdict(promise) for promise in promises]
-    report["load_average_after"] = os.getloadavg()[0]
     print("\n".join(promise.line() for promise in promises))
     if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        _results.write(options.json, report, tables)
     if options.picture:
         _pipeline_picture.draw(options.picture, report)
         print(f"Drawn: {options.picture}")

@@ -18,14 +18,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
 import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import _arguments, _child, _nets
+from benchmarks import _arguments, _child, _nets, _results
 
 MIB = 2**20
 
@@ -238,12 +237,13 @@ def _runs(case: str, budgets: Sequence[int], options: argparse.Namespace) -> lis
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, prints; returns 1 if too few plans kept what they promised."""
     options = parse_arguments(arguments)
-    lines, verdicts, report = [HEADINGS, ["---"] * len(HEADINGS)], [], {}
+    report = _results.provenance("benchmarks.planner", arguments)
+    lines, verdicts, networks = [HEADINGS, ["---"] * len(HEADINGS)], [], {}
     for case in options.cases:
         needed = _child.call_in_child("benchmarks.planner:plain_peak", {"case": case})
         budgets = [_arguments.budget_bytes(part, needed) for part in options.parts or CASES[case].parts]
         found = _runs(case, budgets, options)
-        report[case] = {str(budget): own for budget, own in zip(budgets, found, strict=True)}
+        networks[case] = {str(budget): own for budget, own in zip(budgets, found, strict=True)}
         for budget, own in zip(budgets, found, strict=True):
             failed = next((one["failed"] for one in own if "failed" in one), None)
             line, verdict = row(case, budget, own) if failed is None else failed_row(case, budget)
@@ -251,11 +251,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"    {own[0]['headline'] if failed is None else failed}", flush=True)
             lines.append(line)
             verdicts.append(verdict)
-        if options.json:  # An hour may be lost otherwise.
-            options.json.write_text(json.dumps(report, indent=1) + "\n")
-    text, enough = totals(verdicts)
-    print("\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines))
-    print(f"\n{text}")
+        text, enough = totals(verdicts)
+        printed = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        if options.json:  # After each network: an hour may be lost otherwise.
+            _results.write(options.json, {**report, "networks": networks, "totals": text}, {"plans": printed})
+    print(f"\n{printed}\n\n{text}")
     return 0 if enough else 1
 
 

@@ -267,31 +267,36 @@ def three_variants(monkeypatch):
     return variants, results
 
 
-def test_table_compares_plain_with_each_variant(monkeypatch):
+def table_rows(variants, results, ratios):
+    lines = _compare_report.table(variants, results, ratios).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return cells[0], {line[0]: line[1:] for line in cells[2:]}
+
+
+def test_table_compares_each_variant_with_plain(monkeypatch):
     variants, results = three_variants(monkeypatch)
-    ratios = _compare.compare(SPEC, results)
-    lines = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in _compare_report.table(variants, results, ratios).splitlines()
-    ]
-    rows = {line[0]: line[1:] for line in lines}
-    assert rows[""] == ["plain", "tiles 1/3", "plain/tiles 1/3", "swaps 1GiB", "plain/swaps 1GiB"]
-    assert rows["budget"] == ["-", "0.500 GiB", "", "0.000 GiB", ""]
-    assert rows["peak_bytes"] == ["1.000 GiB", "0.250 GiB", "4.00", "0.125 GiB", "8.00"]
-    assert rows["predicted peak_bytes"] == ["0.750 GiB", "0.250 GiB", "3.00", "-", ""]
-    assert rows["net_rss_bytes, warm"][2::2] == ["3.00", "9.00"]
-    assert rows["step, median"] == ["2.00 s", "3.00 s", "0.67", "5.00 s", "0.40"]
-    assert rows["predicted time"] == ["-", "1.25 x", "", "-", ""]
-    assert rows["losses differ"] == ["-", "1.0e-01", "", "0.0e+00", ""]
-    assert rows["per pixel"][0] == f"{2e6 / (2 * 64**2):.3f} µs"
+    headings, rows = table_rows(variants, results, _compare.compare(SPEC, results))
+    assert headings == _compare_report.HEADINGS
+    columns = {name: [row[headings.index(name) - 1] for row in rows.values()] for name in set(headings) - {"training"}}
+    assert columns["budget"] == ["-", "512 MiB", "0 MiB"]
+    assert columns["predicted peak"] == ["768 MiB", "256 MiB", "-"]
+    assert columns["largest peak, later steps"] == ["1,024 MiB", "256 MiB", "128 MiB"]
+    assert columns["growth of RSS"] == ["900 MiB", "300 MiB", "100 MiB"]
+    assert columns["step, median (range)"] == [f"{n + 1:.2f} s ({n:.2f} to {n + 2:.2f})" for n in (1, 2, 4)]
+    assert [row[4] for row in rows.values()] == ["1.00", "0.25", "0.12"]
+    assert [row[6] for row in rows.values()] == ["1.00", "0.33", "0.11"]
+    assert [row[8] for row in rows.values()] == ["1.00", "1.50", "2.50"]
+    assert columns["predicted time, of plain"] == ["-", "1.25", "-"]
+    assert columns["losses differ by"] == ["-", "1e-01", "0e+00"]
 
 
 def test_table_without_plain_has_no_ratios(monkeypatch):
     variants, results = three_variants(monkeypatch)
     results["plain"] = {"failed": "killed by SIGKILL"}
     assert _compare.compare(SPEC, results) == {}
-    lines = _compare_report.table(variants, results, {}).splitlines()
-    assert "plain/" not in lines[0] and "| failed " in lines[3]
+    _, rows = table_rows(variants, results, {})
+    assert rows["plain"][0] == "failed" and not any(rows["plain"][1:])
+    assert [row[4] for row in rows.values()] == ["", "-", "-"]
 
 
 def test_report_is_written_and_lists_failures(monkeypatch, tmp_path, capsys):

@@ -154,7 +154,7 @@ def test_chart_has_a_panel_for_each_part(tmp_path):
 
 
 def test_pipeline_page_equals_the_stored_results():
-    folder = pipeline._compare_report.RESULTS
+    folder = pipeline._results.RESULTS
     report = json.loads((folder / "pipeline.json").read_text(encoding="utf-8"))
     page = (folder.parent / "README.md").read_text(encoding="utf-8")
     assert pipeline.schedules_table(report["schedules"]) in page
