@@ -1,5 +1,6 @@
 """Metadata. The lists are explicit, so that tests and benchmarks are not installed."""
 
+import re
 import runpy
 from pathlib import Path
 
@@ -14,14 +15,26 @@ TENSORFLOW, KERAS = (
     ">={}.{},<{}.{}".format(*first, *after) for first, after in map(VERSIONS["SUPPORTED"].get, ("tensorflow", "keras"))
 )
 
+
+def long_description() -> str:
+    """Return the README for a package index, where links into the repository lead nowhere: their text stays."""
+    if not README.exists():
+        return ""
+    text = re.sub(r"<!--.*?-->\n?", "", README.read_text(encoding="utf-8"), flags=re.DOTALL)
+    text = re.sub(r"!\[[^\]]*\]\((?!https?:)[^)]*\)\n*", "", text)
+    return re.sub(r"\[([^\]]*)\]\((?!https?:)[^)]*\)", r"\1", text)
+
+
 setup(
     name="tflms-sft",
     version=VERSIONS["__version__"],
     description="Train Keras networks that do not fit in memory: a graph compiler that rewrites the joint "
     "graph of a TensorFlow training step (tile loops with recompute) and gives the same training to rounding",
-    long_description=README.read_text(encoding="utf-8") if README.exists() else "",
+    long_description=long_description(),
     long_description_content_type="text/markdown",
+    author="The tflms-sft authors",
     license="Apache-2.0",
+    keywords=["TensorFlow", "Keras", "out of memory", "gradient checkpointing", "rematerialization", "swapping"],
     license_files=["LICENSE"],
     packages=[
         "tflms_sft",

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from email.message import Message
 from email.parser import Parser
@@ -14,7 +15,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("tflms_sft", "rewriters")
-SHIPPED = ("setup.py", "pyproject.toml", "LICENSE", "README.md", *PACKAGES)
+SHIPPED = ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md", *PACKAGES)
+IN_ARCHIVE = ("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "Makefile", "SECURITY.md", "mkdocs.yml")
 NOT_SHIPPED = ("tests", "benchmarks", "examples", "docs")
 
 
@@ -23,7 +25,7 @@ def tree(tmp_path_factory) -> Path:
     """A copy, so that the build leaves nothing in the working tree and finds no old build in it."""
     copy = tmp_path_factory.mktemp("packaging") / "tree"
     copy.mkdir()
-    for name in (*SHIPPED, *NOT_SHIPPED):
+    for name in (*SHIPPED, *IN_ARCHIVE, *NOT_SHIPPED):
         source = ROOT / name
         if source.is_dir():
             shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -85,6 +87,24 @@ def version() -> str:
 def test_wheel_has_name_and_version(metadata):
     assert (metadata["Name"], metadata["Version"]) == ("tflms-sft", version())
     assert metadata["Requires-Python"] == ">=3.11"
+
+
+def test_description_has_no_links_into_the_repository(metadata):
+    text = metadata.get_payload()
+    assert "tflms_sft.MemoryBudget" in text and "CITATION.cff" in text
+    assert not re.findall(r"\]\((?!https?:)[^)]*\)|<!--", text)
+
+
+def test_source_archive_has_documentation_and_tests(tree):
+    command = [sys.executable, "-c", "from setuptools.build_meta import build_sdist; build_sdist('dist')"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tree)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = (tree / "dist").glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    expected = {"README.md", "CITATION.cff", "SECURITY.md", "docs/index.md", "mkdocs.yml", "tests/conftest.py"}
+    assert expected | {"tflms_sft/__init__.py", "benchmarks/results/coverage.json"} <= names
+    assert not [name for name in names if "__pycache__" in name]
 
 
 def test_wheel_installs_command(wheel, tmp_path):
