@@ -11,7 +11,11 @@ __all__ = ["BudgetError", "PipelineError", "RewriteError", "ScheduleError", "Seg
 
 
 class RewriteError(Exception):
-    """Raised for a graph that the compiler cannot rewrite. The message holds the reason and a remedy."""
+    """Raised for a step that cannot be rewritten. The message holds the reason and a remedy.
+
+    Base class of the other errors. All are raised before a variable changes, except a `BudgetError` after a measured
+    step, a `WorkerError` during a step, and the error of a disk from which a tensor is read back.
+    """
 
 
 class SegmentError(RewriteError):
@@ -19,15 +23,19 @@ class SegmentError(RewriteError):
 
 
 class SwapError(RewriteError):
-    """Raised for a request for swapping that cannot be met."""
+    """Raised if no tensor can be swapped with the given parameters on this device."""
 
 
 class PipelineError(RewriteError):
-    """Raised for a pipeline that cannot be built from the step."""
+    """Raised for a pipeline that cannot be built from the step.
+
+    A cut does not separate the graph, variables lie on other devices, an op mixes samples, or values of micro-batches
+    cannot be combined.
+    """
 
 
 class WorkerError(RewriteError):
-    """Raised for a worker that does not respond, at the start of a step or during it.
+    """Raised for a worker that does not respond: in `connect`, during a step, or at the end of an epoch.
 
     Attributes:
         workers: Names and addresses of those workers, such as `"/job:worker/task:1 at 10.0.0.3:2222"`.
@@ -47,10 +55,11 @@ class ScheduleError(RewriteError):
 
 
 class BudgetError(RewriteError):
-    """Raised for a memory budget that no plan meets.
+    """Raised for a memory budget that no plan meets, or that a measured step exceeds.
 
     Attributes:
-        smallest_bytes: The smallest `peak_bytes` of any plan.
+        smallest_bytes: The smallest feasible budget in bytes; after a measured step, its peak. Not set, like `tensor`,
+            for a model that runs eagerly.
         tensor: The largest tensor alive at the peak of that plan, by the layer that computes it. If kernel scratch or
             an iteration of a loop takes more, the message says so.
     """

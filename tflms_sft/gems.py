@@ -148,7 +148,7 @@ def mast(forward: Sequence[float], backward: Sequence[float], transfer: Sequence
     Args:
         forward: Seconds of each stage.
         backward: Seconds of each stage.
-        transfer: Seconds of each border between stages. Defaults to 0.
+        transfer: Seconds of each border between stages; `None` stands for 0.
     """
     return master(forward, backward, 2, transfer)
 
@@ -210,7 +210,7 @@ def master(
         forward: Seconds of each stage.
         backward: Seconds of each stage.
         eta: Replications.
-        transfer: Seconds of each border between stages. Defaults to 0.
+        transfer: Seconds of each border between stages; `None` stands for 0.
     """
     borders = _checked(forward, backward, transfer, eta=eta)
     n = len(forward)
@@ -233,7 +233,7 @@ def master_bound(
         forward: Seconds of each stage.
         backward: Seconds of each stage.
         eta: Replications.
-        transfer: Seconds of each border between stages. Defaults to 0.
+        transfer: Seconds of each border between stages; `None` stands for 0.
     """
     borders = _checked(forward, backward, transfer, eta=eta)
     return sum(forward) + eta * sum(backward) + (eta - 1) * forward[-1] + (eta + 1) * sum(borders)
@@ -296,7 +296,7 @@ def exchange(
     Args:
         backward: Seconds of each stage.
         reduce: Seconds of each stage's exchange; 0 for a stage that has one device.
-        transfer: Seconds of each border between stages. Defaults to 0.
+        transfer: Seconds of each border between stages; `None` stands for 0.
         inverted: Whether stages i and n + 1 - i share their devices, as MAST's and MASTER's do.
     """
     n = len(backward)
@@ -351,7 +351,7 @@ def hybrid(
         gradients: Bytes of each stage's gradients.
         bytes_per_second: Rate of the links between the devices of an exchange.
         latency: Seconds of a message of an exchange, besides its bytes.
-        transfer: Seconds of each border between stages. Defaults to 0.
+        transfer: Seconds of each border between stages; `None` stands for 0.
     """
     _checked(forward, backward, transfer, eta=eta, replicas=replicas)
     n = len(forward)
@@ -383,7 +383,7 @@ def scaling(
         gradients: Bytes of each stage's gradients.
         bytes_per_second: Rate of the links between the devices of an exchange.
         latency: Seconds of a message of an exchange, besides its bytes.
-        transfer: Seconds of each border between stages. Defaults to 0.
+        transfer: Seconds of each border between stages; `None` stands for 0.
     """
     one, many = (
         hybrid(forward, backward, eta, count, gradients, bytes_per_second, latency, transfer) for count in (1, replicas)

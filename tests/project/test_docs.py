@@ -21,6 +21,7 @@ MARKS = {"python": ("", "fragment"), "text": ("", "prints"), "console": ("",)}
 
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)(#[^)]*)?\)")
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", flags=re.MULTILINE | re.DOTALL)
+with_generated_parts = runpy.run_path(str(ROOT / "docs" / "site_hooks.py"))["with_generated_parts"]
 RUNNABLE = [page for page in PAGES if any(block.runs for block in blocks(page))]
 
 
@@ -99,9 +100,11 @@ def test_page_links_have_targets(page):
 
 
 def _anchors(page: Path):
-    """Return the anchors that GitHub derives from headings."""
-    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    """Return the anchors that GitHub and mkdocs derive from headings, and those of generated parts."""
+    text = with_generated_parts(page.read_text(encoding="utf-8"))
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return anchors | set(re.findall(r"^::: (\S+)$", text, flags=re.MULTILINE))
 
 
 PATH = re.compile(r"(?:rewriters|tflms_sft|tests|docs|benchmarks|examples)/[\w./-]*\w")
@@ -167,86 +170,57 @@ def test_pictures_program_draws_every_picture(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {p.name for p in (ROOT / "docs" / "pictures").glob("*.png")}
 
 
-# The page of parameters ---------------------------------------------------------------------------------------------
+# Reference ----------------------------------------------------------------------------------------------------------
 
-PARAMETERS = ROOT / "docs" / "reference" / "parameters.md"
-ROW = re.compile(r"^\| (`.*?`) \|(.*)\|$")
-
-
-def sections(page):
-    """Text below each heading of the third level."""
-    parts = re.split(r"^### (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    texts = (re.split(r"^## ", text, flags=re.MULTILINE)[0] for text in parts[2::2])
-    return dict(zip(parts[1::2], texts, strict=True))
+PUBLIC = sorted({*tflms_sft.__all__} - {"__version__"})
+ENTRY = re.compile(r"^    \*{0,2}(\w+)(?: \([^()]+\))?: *(.*)$", flags=re.MULTILINE)
 
 
-def tables(text):
-    """The rows of the tables of a section, each as its cells, per table."""
-    found, table = [], []
-    for line in [*text.splitlines(), ""]:
-        row = ROW.match(line)
-        if row:
-            table.append([row[1], *(cell.strip() for cell in row[2].split(" | "))])
-        elif table and not line.startswith("|"):
-            found.append(table)
-            table = []
-    return found
+def test_api_page_has_every_public_name():
+    text = (ROOT / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^::: tflms_sft\.(\w+)$", text, flags=re.MULTILINE)
+    assert sorted(shown) == sorted([*PUBLIC, "gems", "unets"])
+    assert "`tflms_sft.__version__`" in text
 
 
-def written(parameter):
-    """Return the cells for a parameter and its default on the page."""
-    stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
-    if stars:
-        return [f"`{stars}{parameter.name}`", ""]
-    if parameter.default is parameter.empty:
-        return [f"`{parameter.name}`", "required"]
-    default = f'"{parameter.default}"' if isinstance(parameter.default, str) else repr(parameter.default)
-    return [f"`{parameter.name}`", f"`{default}`"]
+def described(public, *sections):
+    """Return the names in some sections of a docstring, each with the first line of its description."""
+    text = inspect.getdoc(public)
+    bodies = (re.search(rf"^{name}:\n((?:    .*\n?|\n)*)", text, flags=re.MULTILINE) for name in sections)
+    return dict(entry for body in bodies if body for entry in ENTRY.findall(body[1]))
 
 
-CALLED_BY_USERS = ["MemoryBudget", "SFT", "LMS", "Pipeline", "budget", "rewrite", "measure", "verify", "stage_devices"]
-CALLED_BY_USERS += ["connect", "AutoParams", "SFTParams", "SegmentSpec", "LMSParams", "PipelineParams"]
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_parameters_are_described(name):
+    """Parameters of results, which users do not construct, are attributes."""
+    public = getattr(tflms_sft, name)
+    if not (inspect.isclass(public) and issubclass(public, Exception)) and name != "RewrittenStep":
+        found = described(public, "Args", "Attributes")
+        assert all(found.get(parameter) for parameter in inspect.signature(public).parameters)
+    if inspect.isclass(public):
+        for member in vars(public).values():
+            function = getattr(member, "__func__", member)
+            if inspect.isfunction(function) and not function.__name__.startswith("_"):
+                names = [*inspect.signature(function).parameters][1:]
+                assert all(described(function, "Args").get(parameter) for parameter in names)
 
 
-def test_parameters_page_has_every_public_name():
-    assert set(sections(PARAMETERS)) == {*tflms_sft.__all__} - {"__version__"}
-    assert "`__version__`" in PARAMETERS.read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("name", CALLED_BY_USERS)
-def test_parameters_page_has_all_parameters_with_defaults(name):
-    first, *others = tables(sections(PARAMETERS)[name])
-    signature = inspect.signature(getattr(tflms_sft, name))
-    assert [row[:2] for row in first] == [written(parameter) for parameter in signature.parameters.values()]
-    assert all(len(row) == 3 and row[2] for row in first)
-    methods = {key: value for key, value in vars(getattr(tflms_sft, name)).items() if isinstance(value, classmethod)}
-    if isinstance(getattr(tflms_sft, name), type) and methods:
-        assert list(methods) == ["tuned"]
-        tuned = inspect.signature(tflms_sft.LMSParams.tuned).parameters.values()
-        assert [[row[:2] for row in table] for table in others] == [[written(parameter) for parameter in tuned]]
-
-
-@pytest.mark.parametrize("name", sorted({*tflms_sft.__all__} - {"__version__", *CALLED_BY_USERS}))
-def test_parameters_page_has_all_members_of_results_and_errors(name):
-    public, text = getattr(tflms_sft, name), sections(PARAMETERS)[name]
+@pytest.mark.parametrize("name", [name for name in PUBLIC if inspect.isclass(getattr(tflms_sft, name))])
+def test_public_attributes_are_described(name):
+    """Fields, and attributes that `__init__` sets, are in `Attributes`; arguments of the same name need no entry."""
+    public = getattr(tflms_sft, name)
     bases = [base for base in public.__mro__ if base.__module__.startswith(("tflms_sft", "rewriters"))]
-    members = {member for base in bases for member in (*base.__dict__.get("__annotations__", ()), *vars(base))}
-    if name == "RewrittenStep":
-        members |= {"plan", "concrete_function"}
-    members = {member for member in members if not member.startswith("_")}
-    shown = set(re.findall(r"`(\w+)(?:\([^`]*\))?`", text))
-    assert members <= shown, members - shown
-    rows = [row[0] for table in tables(text) for row in table]
-    listed = {found for row in rows for found in re.findall(r"`(\w+)", row)}
-    assert listed <= members, "these are gone"
-    for found in re.findall(r"`(\w+)\((\w[^`]*)\)`", text):
-        defaults = [p for p in list(inspect.signature(getattr(public, found[0])).parameters.values())[1:]]
-        shown = (p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in defaults)
-        assert found[1] == ", ".join(shown)
+    found = {key for base in bases for key in base.__dict__.get("__annotations__", ())}
+    found |= set(re.findall(r"^        self\.(\w+)(?:: [^=]+)? = ", inspect.getsource(public), flags=re.MULTILINE))
+    properties = {key: value for base in bases for key, value in vars(base).items() if isinstance(value, property)}
+    assert all(value.__doc__ for key, value in properties.items() if key[0] != "_")
+    shown = described(public, "Args", "Attributes")
+    assert all(shown.get(key) for key in found if key[0] != "_")
+    assert all(hasattr(public, key) or key in found for key in described(public, "Attributes")), "some are gone"
 
 
-def test_parameters_page_has_all_environment_variables():
-    text = PARAMETERS.read_text(encoding="utf-8")
+def test_environment_page_has_all_variables():
+    text = (ROOT / "docs" / "reference" / "environment.md").read_text(encoding="utf-8")
     used = set()
     for folder in ("tflms_sft", "rewriters"):
         for path in (ROOT / folder).rglob("*.py"):

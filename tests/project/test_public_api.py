@@ -95,7 +95,7 @@ def test_docstrings_list_every_parameter(name):
 
 
 def documents_every_parameter(public):
-    """Parameters are in `Args`, or in `Attributes` for results, which users do not construct."""
+    """Parameters are in `Args`, or in `Attributes` for results, which users do not construct; some with their types."""
     members = vars(public) if inspect.isclass(public) else {}
     methods = [getattr(public, key) for key in members if key[0] != "_" and inspect.isroutine(getattr(public, key))]
     for function in (public, *methods):
@@ -103,8 +103,11 @@ def documents_every_parameter(public):
             continue
         text = inspect.getdoc(function)
         assert text, function
+        if inspect.isclass(function):
+            text += f"\n{inspect.getdoc(function.__init__)}"
         names = [name for name in inspect.signature(function).parameters if name not in ("self", "args", "kwargs")]
-        assert not [name for name in names if not re.search(rf"^ *(\*\*?)?{name}: ", text, flags=re.MULTILINE)]
+        pattern = r"^ *(\*\*?)?{}( \([^()]+\))?: "
+        assert not [name for name in names if not re.search(pattern.format(name), text, flags=re.MULTILINE)]
 
 
 def test_callbacks_have_arguments_of_parameter_classes():

@@ -23,11 +23,12 @@ def connect(cluster: Any, *, address: str | None = None, timeout: float = 60.0) 
 
     Args:
         cluster: Addresses `"HOST:PORT"` of the workers, in the order of their tasks: a list, a string separated by
-            commas, a mapping `{"worker": [...]}`, a `tf.train.ClusterSpec`, or the path of a JSON file with a list or
-            a mapping. It must equal the cluster that the workers were started with.
-        address: `"HOST:PORT"` under which the workers reach this program. Defaults to `None`: the address of the
-            `"chief"` in `cluster`, otherwise a free port of the interface that reaches the first worker.
-        timeout: Seconds to wait for workers. Defaults to 60.
+            commas, a mapping `{"worker": [...]}` with an optional `"chief"`, a `tf.train.ClusterSpec`, or the path of a
+            JSON file with a list or a mapping, also in the form of `TF_CONFIG`. It must equal the cluster that the
+            workers were started with.
+        address: `"HOST:PORT"` under which the workers reach this program. `None`: the address of the `"chief"` in
+            `cluster`, otherwise a free port of the interface that reaches the first worker.
+        timeout: Seconds to wait for workers that have not started yet.
 
     Returns:
         Names of the workers' devices in the order of tasks, for `devices=` of `PipelineParams` and `stage_devices`:
@@ -39,10 +40,10 @@ def connect(cluster: Any, *, address: str | None = None, timeout: float = 60.0) 
         ValueError: For a wrong value, or a file that cannot be read.
         WorkerError: If workers do not answer in time, or cannot reach each other or this program. It names them.
 
-    Example:
-    >>> devices = tflms_sft.connect(["10.0.0.2:2222", "10.0.0.3:2222"])
-    >>> cuts = tflms_sft.stage_devices(model, 2, devices)
-    >>> model.fit(data, callbacks=[tflms_sft.Pipeline(cuts, "1f1b", 8, devices)])
+    Examples:
+        >>> devices = tflms_sft.connect(["10.0.0.2:2222", "10.0.0.3:2222"])
+        >>> cuts = tflms_sft.stage_devices(model, 2, devices)
+        >>> model.fit(data, callbacks=[tflms_sft.Pipeline(cuts, "1f1b", 8, devices)])
     """
     parsed = read_cluster(cluster)
     timeout = _checked_timeout(timeout)

@@ -46,7 +46,7 @@ def sample_parallel(model: Any, dataset: Any, parts: Sequence[int], loss_reducti
         dataset: A `tf.data.Dataset` of batches, (images, labels) or (images, labels, weights), of known image size.
             Labels and weights have the size of the result, (batch, rows, columns); labels may have channels.
         parts: Number of tiles along each axis, such as (2, 2).
-        loss_reduction: Reduction of the loss over pixels, "mean" or "sum". Defaults to "mean", as in Keras's losses.
+        loss_reduction: Reduction of the loss over pixels: `"mean"`, as in Keras's losses, or `"sum"`.
 
     Returns:
         A `tf.data.Dataset` of batches (tiles, labels, weights).

@@ -10,18 +10,18 @@ from tflms_sft._keras.messages import peak_line
 from tflms_sft._keras.rewriting_callback import checked_shape, checked_verbose, say, training_line
 from tflms_sft._keras.train_step_patch import StepPatch
 from tflms_sft._params.request import parse_request
-from tflms_sft._params.swap_params import SwapParams
-from tflms_sft._params.tile_params import AUTO, AutoParams
+from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._report.plan import Plan
+from tflms_sft._rewrite.swap_tuning import LMSParams
 
 
 @contextlib.contextmanager
 def budget(
     model: Any,
-    memory_budget: Any = AUTO,
+    memory_budget: int | str = "auto",
     *,
     headroom: float = 0.1,
-    swap: bool | SwapParams = True,
+    swap: bool | LMSParams = True,
     batch_shape: Sequence[int] | None = None,
     verbose: int = 1,
 ) -> Iterator[StepPatch]:
@@ -31,16 +31,15 @@ def budget(
     `MemoryBudget`. The original step is restored at the end of the block.
 
     Args:
-        model: A compiled Keras model with weights.
+        model (keras.Model): A compiled model with weights.
         memory_budget: Upper bound for the bytes alive on the device at any moment of a step, weights and optimizer
-            slots included: an int, a string such as `"8GiB"`, or `"auto"`. Defaults to `"auto"`: 90 % of the memory
-            that is free on the device, or on a CPU in the machine, when the first step is planned.
-        headroom: Fraction of the budget that the prediction leaves free, from 0 to below 1. Defaults to 0.1.
-        swap: Whether activations may be swapped to host memory or disk, or `LMSParams` that select them. Defaults to
-            `True`.
+            slots included: an int, or a string such as `"8GiB"`. `"auto"`: 90 % of the memory that is free when the
+            first step is planned, on the device, or on a CPU in the machine or container.
+        headroom: Fraction of the budget that the prediction leaves free, from 0 to below 1.
+        swap: Whether activations may be swapped to host memory or disk, or `LMSParams` that select them.
         batch_shape: `(batch, height, width, channels)` of the largest batch; of sequences and volumes likewise.
-            Defaults to `None`: the shape of the first batch.
-        verbose: 0 prints nothing, 1 a line with the plan and one with the measured peak. Defaults to 1.
+            `None`: the shape of the first batch. See `MemoryBudget`.
+        verbose: 0 prints nothing, 1 a line with the plan and one with the measured peak.
 
     Yields:
         An object whose attribute `plan` is the `Plan`; `None` before the first step.
@@ -51,10 +50,10 @@ def budget(
         TypeError: If an argument has the wrong type.
         ValueError: If an argument is out of range, or something else rewrites the model at the same time.
 
-    Example:
-    >>> with tflms_sft.budget(model, "2GiB"):
-    ...     for images, labels in data:
-    ...         model.train_on_batch(images, labels)
+    Examples:
+        >>> with tflms_sft.budget(model, "2GiB"):
+        ...     for images, labels in data:
+        ...         model.train_on_batch(images, labels)
     """
     patch: StepPatch
     verbose = checked_verbose(verbose)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import numbers
 from collections.abc import Sequence
-from typing import Any
 
 from rewriters.pipelining.schedules import Schedule, make
 from tflms_sft._params.device_names import parse_device
@@ -25,12 +24,15 @@ REDUCTIONS = ("mean", "sum", "rows")
 class PipelineParams:
     """Parameters of a pipeline: stages of a network on several devices, and a schedule of micro-batches.
 
+    `SFTParams` and `LMSParams` in the same list, at any position, tile and swap inside the stages. `AutoParams` cannot
+    be combined with it.
+
     Args:
-        stages: Number of stages, whose cuts then balance the forward activations. Or `"auto"`: as many stages as
-            devices. Or a list of names to cut at, from the input to the loss. A name is a layer, an op or a tensor,
-            which ends its stage. A layer called for several batches in a step, such as real and generated images, is
-            cut at each call. An empty list is one stage. Defaults to `"auto"`.
-        schedule: Order of forward and backward passes on the devices. Defaults to `"basic"`.
+        stages: Names to cut at, from the input to the loss: layers, ops or tensors, each of which ends a stage. A layer
+            called for several batches in a step, such as real and generated images, is cut at each call. An empty list
+            is one stage. Or a number of stages: cuts then lie where one tensor crosses, balance the bytes saved for the
+            backward pass, and prefer small tensors. `"auto"`: as many stages as devices.
+        schedule: Order of forward and backward passes on the devices.
 
             - `"basic"`: one device works at a time, on one micro-batch after another.
             - `"gpipe"`: all forward passes, then all backward passes (Huang et al., "GPipe", 2019).
@@ -38,48 +40,52 @@ class PipelineParams:
             - `"mast"`, `"master"`: two replications of the network in opposite order on the same devices (Jain et al.,
               "GEMS", 2020), for micro-batches that barely fit.
         micro_batches: Number of micro-batches of a batch, of equal size; with `"master"` its number of replications η.
-            With `data_replicas`, each replica has as many. In a step traced for any batch size (`None`), a batch that
-            is no multiple of them runs as one micro-batch. Defaults to 1.
+            With `data_replicas`, each replica has as many. More micro-batches leave devices idle for less of the time.
+            A batch that is no multiple of them runs as one micro-batch if the step is traced for any batch size
+            (`None`), and is an error otherwise.
         devices: Device names such as `"GPU:0"`: one per stage of the first data replica, then those of the next. A
-            device may occur twice. Defaults to `None`: the GPUs in order, or the logical CPUs on a machine without
-            GPUs.
-        data_replicas: Number of copies of the pipeline, each of which trains on its share of the batch. Defaults to 1.
+            device may occur several times. `None`: the GPUs in order, or the logical CPUs on a machine without GPUs.
+        data_replicas: Number of copies of the pipeline, each of which trains on its share of the batch. The first copy
+            holds the weights.
         loss_reduction: `"mean"` if losses are averaged over the batch, `"sum"` if they are added; determines how the
-            gradients of micro-batches are combined. Defaults to `"mean"`.
+            gradients of micro-batches are combined. The value is compared with the graph, and a wrong one is an error.
+            The plan has a note where the graph does not show it.
         batch_norm: Treatment of layers, losses and variables that mix samples, such as BatchNormalization, with several
-            micro-batches. `"refuse"` raises an error. `"micro"` computes them per micro-batch, with an update of moving
-            statistics for each, and also accepts loops that accumulate gradients by hand. Defaults to `"refuse"`.
+            micro-batches. `"refuse"` raises an error that names them. `"micro"` computes them per micro-batch, with an
+            update of moving statistics for each, and also accepts loops that accumulate gradients by hand; the plan has
+            a note.
         placement: `"check"` requires variables on the device of their stage, where `stage_devices` puts them. `"copy"`
-            accepts them anywhere and sends them to the stages in each step. Defaults to `"check"`.
-        batched: Arguments of the step whose first axis is the batch, as names or as positions among its tensors; all
-            others are the same for every micro-batch. Only used with several micro-batches. Defaults to `None`: the
-            arguments whose first axis is as long as the batch, or is open if the batch size is.
-        per_sample: With more than one micro-batch, names of layers or ops that keep samples apart although no rule
-            shows it. One run of the whole batch on random data confirms it before training. Defaults to `None`.
-        reductions: With more than one micro-batch, how outputs of the step are combined: a `dict` from the name of an
-            output to `"mean"`, `"sum"` or `"rows"`. Names are keys or positions in what the step returns, joined by
-            `"/"`. Confirmed like `per_sample`. Defaults to `None`.
+            accepts them anywhere and sends them to the stages in each step.
+        batched: Arguments of the step whose first axis is the batch, by name or by position among its tensors, such as
+            `["images", "labels"]` or `[0, 1]`; all others are the same for every micro-batch. Only used with several
+            micro-batches. `None`: the arguments whose first axis is as long as the batch, or is open if the batch size
+            is. Under `fit` all data has the batch axis.
+        per_sample: With several micro-batches, names of layers or ops that keep samples apart although no rule shows
+            it. One run of the whole batch on random data confirms it before training.
+        reductions: With several micro-batches, reductions of outputs of the step: a `dict` from the name of an output
+            to `"mean"`, `"sum"` or `"rows"`. Names are keys or positions in the structure that the step returns, joined
+            by `"/"`, such as `"loss"` or `"1/logits"`. Confirmed like `per_sample`.
 
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If an argument is out of range. Names are resolved in `rewrite`, which raises `PipelineError`.
 
-    Example:
-    >>> params = tflms_sft.PipelineParams(stages=4, schedule="1f1b", micro_batches=8)
-    >>> step = tflms_sft.rewrite(train_step, params, images, labels)
+    Examples:
+        >>> params = tflms_sft.PipelineParams(stages=4, schedule="1f1b", micro_batches=8)
+        >>> step = tflms_sft.rewrite(train_step, params, images, labels)
     """
 
-    stages: Any = "auto"
+    stages: str | int | Sequence[str] = "auto"
     schedule: str = "basic"
     micro_batches: int = 1
-    devices: Any = None
+    devices: Sequence[str] | None = None
     data_replicas: int = 1
     loss_reduction: str = "mean"
     batch_norm: str = "refuse"
     placement: str = "check"
-    batched: Any = None
-    per_sample: Any = None
-    reductions: Any = None
+    batched: Sequence[str | int] | None = None
+    per_sample: Sequence[str] | None = None
+    reductions: dict[str, str] | None = None
 
     def __post_init__(self) -> None:
         """Check every argument as far as possible without a graph."""

@@ -22,50 +22,9 @@ _DISK_DIRECTORY = "/var/tmp"
 
 @dataclasses.dataclass(frozen=True)
 class SwapParams:
-    """Parameters of large model support by swapping (Le et al., "TFLMS", 2018, Table 2); public as `LMSParams`.
+    """Parameters of swapping, checked at construction.
 
-    Activations are swapped out of device memory once they are computed, and swapped in before the backward pass reads
-    them. γ is the level of an op in a topological order.
-
-    Args:
-        optimizer_scopes: Name scopes of further ops of the backward pass, which is otherwise derived from the graph.
-            Defaults to `()`.
-        starting_scope: Scope of ops; tensors reachable from them are swapped. Defaults to `None`: those reachable from
-            the arguments of the step.
-        starting_op_names: Names of ops, likewise. Defaults to `None`.
-        excl_scopes: Scopes whose tensors are not swapped, even if `incl_scopes` includes them. Defaults to `()`.
-        incl_scopes: Scopes whose tensors are swapped; if these or `incl_types` are given, no others are. Defaults to
-            `()`.
-        excl_types: Op types whose outputs are not swapped. Defaults to `()`.
-        incl_types: Op types whose outputs are swapped. Defaults to `()`.
-        n_tensors: Maximum number of swapped tensors, counted from the start of the step; -1 for all. Defaults to -1.
-        lb: Minimum lead of a swap-in: with `"direct_order"` in γ before the consumer, with `"chain_rule"` in forward
-            ops after the producer. A larger lead overlaps more of the transfer with computation and holds more bytes
-            on the device. Defaults to 1.
-        ub: Maximum lead of a swap-in, likewise. Defaults to 10000.
-        ctrld_strategy: Search for the op that triggers a swap-in: `"chain_rule"` (Algorithm 2) or `"direct_order"`
-            (Algorithm 1). Consumers in the forward pass always use the latter. Defaults to `"chain_rule"`.
-        fuse_swapins: Whether close consumers of a tensor share one swap-in. Defaults to `False`.
-        swap_branches: Whether tensors with a distant consumer in the forward pass, such as skip connections, are
-            swapped too. Defaults to `False`.
-        branch_threshold: Distance in γ above which a forward consumer is distant. Defaults to 0.
-        tier: Destination: `"host"` memory beside an accelerator, `"disk"`, or `"auto"`: host memory with an
-            accelerator, otherwise disk. Defaults to `"auto"`.
-        spill_dir: Directory for the disk tier. Defaults to `None`: the system's directory for temporary files, or
-            `/var/tmp` if that one lies in memory.
-        page_cache: Whether written data may stay in the page cache, which the operating system can reclaim; with
-            `False`, every write waits for the disk. Defaults to `True`.
-        min_bytes: Minimum size of a swapped tensor: an int, or a string such as `"1MiB"`. Defaults to `"1MiB"`.
-        fuse_distance: Distance in γ up to which consumers are close. Defaults to 10.
-        max_in_flight: Maximum number of concurrent swap-outs. Defaults to 2.
-
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If an argument is out of range, or the directory is not writable.
-
-    Example:
-    >>> params = tflms_sft.LMSParams(tier="disk", spill_dir="/scratch", min_bytes="4MiB")
-    >>> step = tflms_sft.rewrite(train_step, params, images, labels)
+    The public subclass `LMSParams` documents the arguments, and adds `tuned`, which needs the planner.
     """
 
     optimizer_scopes: Any = ()

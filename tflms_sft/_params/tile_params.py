@@ -7,7 +7,7 @@ import dataclasses
 import json
 import numbers
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rewriters.tiling.tile_planner import Halo
@@ -50,28 +50,32 @@ class SegmentSpec:
     Args:
         entry: Name of the tensor that the segment reads, which is saved rather than recomputed; a tuple for several.
         exit: Name of the tensor that the segment computes; a tuple for several.
-        num_tiles: Number of tiles along each axis of the exit: `(height, width)` of images, `(depth, height, width)`
-            of volumes, `(length,)` of sequences. One more number in front counts tiles along the batch. A mapping from
-            axis names is accepted too. Defaults to `None`: that of `SFTParams`.
-        halo: `"recompute"` or `"carry"`. Defaults to `None`: that of `SFTParams`.
-        backward_num_tiles: Number of tiles of the backward loop. Defaults to `None`: that of `SFTParams`.
-        stored: Names of tensors between entry and exit that are checkpointed: materialised instead of recomputed, for
-            more memory and less work. Defaults to `()`.
+        num_tiles: Number of tiles along each axis of the exit, in the forms of `SFTParams`. `None`: that of
+            `SFTParams`.
+        halo: `"recompute"` or `"carry"`. `None`: that of `SFTParams`.
+        backward_num_tiles: Number of tiles of the backward loop. `None`: that of `SFTParams`.
+        stored: Names of tensors between entry and exit that are checkpointed: saved instead of recomputed, for more
+            memory and less work.
+
+    Attributes:
+        entries: `entry` as a tuple.
+        exits: `exit` as a tuple.
+        stored_names: `stored` as a tuple.
 
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If an argument is out of range. Names are resolved in `rewrite`, which raises `SegmentError`.
 
-    Example:
-    >>> spec = tflms_sft.SegmentSpec("input_layer", "block3_pool", num_tiles=(4, 4))
-    >>> params = tflms_sft.SFTParams(segments=[spec])
+    Examples:
+        >>> spec = tflms_sft.SegmentSpec("input_layer", "block3_pool", num_tiles=(4, 4))
+        >>> params = tflms_sft.SFTParams(segments=[spec])
     """
 
     entry: str | tuple[str, ...]
     exit: str | tuple[str, ...]
-    num_tiles: Any = None
+    num_tiles: str | Sequence[int] | Mapping[str, int] | None = None
     halo: str | None = None
-    backward_num_tiles: Any = None
+    backward_num_tiles: str | Sequence[int] | Mapping[str, int] | None = None
     stored: str | tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -113,35 +117,38 @@ class SFTParams:
         num_tiles: Number of tiles along each axis of the exit of each segment: `(height, width)` of images,
             `(depth, height, width)` of volumes, `(length,)` of sequences. One more number in front counts tiles along
             the batch, as in `(batch, height, width)`. A mapping such as `{"batch": 1, "height": 4, "width": 4}` is
-            accepted too. Tiles have equal sizes as far as possible; strips with `halo="carry"` have equal memory.
-            Defaults to `"auto"`: the fewest tiles whose iteration needs no more memory than the segment's entry and
-            exit, or than `memory_capacity` if that is given.
-        segments: `"auto"`, or a list of `SegmentSpec`. Defaults to `"auto"`.
-        memory_capacity: Size in bytes, an int or a string such as `"1GiB"`. Automatic segments tile all tensors that
-            are larger, and end at smaller ones (Xu et al., Listing 3). Defaults to `None`: segments of a training step
-            end where the halos of longer ones would cost more time than they save memory; those of other steps, and
-            those in stages of a pipeline, are as long as possible.
-        halo: Source of the halo rows that a tile shares with the tile above. Defaults to `"recompute"`.
+            accepted too. Tiles have equal sizes as far as possible; strips with `halo="carry"` have equal memory. More
+            tiles take less memory and more time. `"auto"`: the fewest tiles whose iteration needs no more memory than
+            the segment's entry and exit, or than `memory_capacity` if that is given.
+        segments (str | Sequence[SegmentSpec]): `"auto"`, or a list of `SegmentSpec`.
+        memory_capacity (int | str | None): Size in bytes, an int or a string such as `"1GiB"`. Automatic segments tile
+            all tensors that are larger, and end at smaller ones (Xu et al., Listing 3). It also bounds an iteration,
+            but not the step. `None`: segments of a training step end where the halos of longer ones would cost more
+            time than they save memory. Those of other steps, and those in stages of a pipeline, are as long as
+            possible.
+        halo: Source of the halo rows that a tile shares with the tile above.
 
             - `"recompute"`: each tile computes them itself (for strips: LR-CNN's overlapping rows, OverL).
-            - `"carry"`: the strip above passes them on, and only cheap ops are recomputed (LR-CNN's two-phase sharing,
-              2PS; Z. Wang et al., 2024). Tiles are strips of full width. Carried rows are saved for the backward loop.
-        backward_num_tiles: Number of tiles of the backward loops. Defaults to `None`: `num_tiles`.
+            - `"carry"`: they are carried from strip to strip, and only cheap ops are recomputed (LR-CNN's two-phase
+              sharing, 2PS; Z. Wang et al., 2024). Tiles are strips of full width. Carried rows are saved for the
+              backward loop. Use it for many tiles.
+        backward_num_tiles: Number of tiles of the backward loops. An iteration of these needs about three times as
+            much memory, so that fewer forward tiles save time. `None`: `num_tiles`.
 
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If an argument is out of range.
 
-    Example:
-    >>> params = tflms_sft.SFTParams(num_tiles=(8, 1), halo="carry")
-    >>> step = tflms_sft.rewrite(train_step, params, images, labels)
+    Examples:
+        >>> params = tflms_sft.SFTParams(num_tiles=(8, 1), halo="carry")
+        >>> step = tflms_sft.rewrite(train_step, params, images, labels)
     """
 
-    num_tiles: Any = "auto"
+    num_tiles: str | Sequence[int] | Mapping[str, int] = "auto"
     segments: Any = "auto"
     memory_capacity: Any = None
     halo: str = "recompute"
-    backward_num_tiles: Any = None
+    backward_num_tiles: str | Sequence[int] | Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
         """Check every argument as far as possible without a graph."""
@@ -166,27 +173,30 @@ class SFTParams:
 class AutoParams:
     """A memory budget, for which the planner searches tiles and swaps.
 
+    `rewrite` follows the prediction and measures nothing; `measure` tells whether the step keeps the budget.
+
     Args:
-        memory_budget: Upper bound for the bytes alive on the device at any moment of a step, weights and optimizer
-            slots included: an int, a string such as `"8GiB"`, or `"auto"`. Defaults to `"auto"`: 90 % of the memory
-            that is free on the device, or on a CPU in the machine, when the step is planned.
+        memory_budget (int | str): Upper bound for the bytes alive on the device at any moment of a step, weights and
+            optimizer slots included: an int, or a string such as `"8GiB"`. `"auto"`: 90 % of the memory that is free
+            when the step is planned, on the device, or on a CPU in the machine or container.
         headroom: Fraction of the budget that the prediction leaves free, from 0 to below 1. It covers the order of
-            ready ops, and so the peak, which varies from run to run. Defaults to 0.1.
-        swap: Whether activations may be swapped to host memory or disk if tiles alone do not keep the budget or cost
-            much time. A bool, or `LMSParams` that select tensors and destination. Defaults to `True`.
-        plan: File that `Plan.save` wrote for this step: its decisions are taken without a search. If `memory_budget` is
-            `"auto"`, the budget is that of the file; a plan that needs more than the budget is refused. Defaults to
-            `None`: a search, or the plan that an earlier process found for an equal step, budget and machine.
+            ready ops, and so the peak, which varies from run to run.
+        swap (bool | LMSParams): Whether activations may be swapped to host memory or disk if tiles alone do not keep
+            the budget or cost much time. `LMSParams` select tensors and destination.
+        plan (str | os.PathLike[str] | None): File that `Plan.save` wrote for this step: its decisions are applied
+            without a search. If `memory_budget` is `"auto"`, the budget is that of the file. A plan that needs more
+            than the budget is refused. `None`: a search, or the plan that an earlier process found for an equal step,
+            budget and machine.
 
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If an argument is out of range.
 
-    Example:
-    >>> step = tflms_sft.rewrite(train_step, tflms_sft.AutoParams("8GiB"), images, labels)
+    Examples:
+        >>> step = tflms_sft.rewrite(train_step, tflms_sft.AutoParams("8GiB"), images, labels)
     """
 
-    memory_budget: Any = AUTO
+    memory_budget: Any = "auto"
     headroom: float = 0.1
     swap: bool | SwapParams = True
     plan: Any = None

@@ -1,11 +1,12 @@
 """Placement of a model's variables on the devices of their stages.
 
-A variable stays where it was made, and Keras makes all of them in one place. An optimizer makes its slots beside the
-weights, so that it is enough to move those before.
+A variable stays on the device on which it was created, and Keras creates all variables on one device. An optimizer
+creates its slots on the device of the weight, so that only the weights have to be moved.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -21,36 +22,42 @@ from tflms_sft._planner.traced_step import TracedStep, analyse_step
 from tflms_sft._trace.step_tracing import trace_step
 
 _BATCH = 2
-"""Samples that a model is traced for whose batch is open; which layer is in which stage does not depend on it."""
+"""Batch size for which a model with an open batch is traced; the stage of a layer does not depend on it."""
 
 
-def stage_devices(model: Any, cuts: Any = "auto", devices: Any = None, *, inputs: Any = None) -> tuple[str, ...]:
-    """Move the variables of a Keras model to the devices of their stages.
+def stage_devices(
+    model: Any,
+    cuts: str | int | Sequence[str] = "auto",
+    devices: Sequence[str] | None = None,
+    *,
+    inputs: Any = None,
+) -> tuple[str, ...]:
+    """Move the variables of a Keras model to the devices of their stages, with their values.
 
-    Call it before the optimizer is built: slots are made beside the weights. Values are kept. What `fit`, `evaluate`
-    and `predict` have traced of the model before is traced anew; a `tf.function` of your own that was called before
-    goes on with the variables as they were: make it anew.
+    Call it before the optimizer is built, because the optimizer creates its slots on the devices of the weights. Keras
+    traces `fit`, `evaluate` and `predict` again afterwards. A `tf.function` of yours that was called before still uses
+    the old variables: define it again.
 
     Args:
-        model: A model that is built.
-        cuts: As `stages` of `PipelineParams`: names of layers that stages end with, a number, or `"auto"`, the
-            default.
-        devices: Names of devices, one for each stage; with data replicas, those of the first one, since weights stay
-            there. Defaults to `None`: the GPUs in order, on a machine without any the logical CPUs.
-        inputs: What the model is called with, or `tf.TensorSpec`s of it. Defaults to `None`: what a functional model
-            was made for.
+        model (keras.Model): A built model.
+        cuts: Names of layers that stages end with, or a number of stages, as `stages` of `PipelineParams`. `"auto"`:
+            as many stages as devices.
+        devices: Names of devices, one per stage; with data replicas those of the first one, which holds the weights.
+            `None`: the GPUs in order, or the logical CPUs on a machine without GPUs.
+        inputs: Inputs of the model, or `tf.TensorSpec`s of them. `None`: the inputs that a functional model declares;
+            other models need the argument.
 
     Returns:
-        Names of the cuts, for `PipelineParams(stages=...)`; none for one stage.
+        Names of the cuts, for `PipelineParams(stages=...)`; empty for one stage.
 
     Raises:
         PipelineError: If the model cannot be cut there.
-        TypeError: If `model` is no Keras model, or one that does not tell what it is called with.
-        ValueError: For wrong devices, and if the optimizer is built.
+        TypeError: If `model` is not a Keras model, or declares no inputs and `inputs` is missing.
+        ValueError: For wrong devices, and if the model is not built or its optimizer is.
 
-    Example:
-    >>> cuts = tflms_sft.stage_devices(model, ["block1_pool", "block3_pool"], ["GPU:0", "GPU:1", "GPU:2"])
-    >>> model.compile("adam", "mse")
+    Examples:
+        >>> cuts = tflms_sft.stage_devices(model, ["block1_pool", "block3_pool"], ["GPU:0", "GPU:1", "GPU:2"])
+        >>> model.compile("adam", "mse")
     """
     params = PipelineParams(cuts, devices=devices)
     _check_model(model)

@@ -58,12 +58,13 @@ class PlannedPipeline:
         stages: The stages.
         devices: Names of the devices, in the order of `slots` and `peak_bytes`.
         slots: Passes that each device runs, in order: `"F0.1"` is the forward pass of micro-batch 0 in stage 1.
-        peak_bytes: Predicted peak of each device in bytes: weights, gradients and tensors saved for the backward pass.
+        peak_bytes: Predicted peak of each device in bytes: its variables, copies of weights from other devices,
+            accumulated gradients, and the largest need of a slot or of the update.
         seconds: Predicted time of a step, without the update.
         idle: Fraction of the time of all devices in which they idle.
         crossing: (tensor, producing stage, consuming stage, bytes for one micro-batch) of each transfer.
         results: (result of the step, combination of its values for the micro-batches).
-        chart: Devices over time, as text.
+        chart: Slots of each device over time, as text.
     """
 
     schedule: str

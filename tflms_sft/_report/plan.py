@@ -30,22 +30,27 @@ class Plan(PlanRecord):
         left_alone: (name, reason) of image ops that were not rewritten.
         original: Prediction for the original step.
         predicted: Prediction for the rewritten step.
-        measured: Measured memory of a step; `None` before one was measured.
+        measured: Measured memory of a real step; `None` before one was measured, and on devices without memory
+            statistics.
         memory_budget: Budget in bytes, or `None`.
-        notes: Remarks for the user.
+        notes: Remarks, such as the reason for swaps, or the time under a larger budget for a step that takes more than
+            twice as long as the original one.
         swaps: Tensors that are swapped in every step.
         swap_tier: Destination of swaps: `"host"` or `"disk"`; empty without swaps.
+        swapped_bytes: Bytes of all tensors that are swapped out in a step.
         not_swapped: (tensor, reason) of tensors that could not be swapped.
         rest_waiting_bytes: Bytes outside of segments that are saved for the backward pass, swapped tensors included, in
             the original and the rewritten step.
-        rest_time_share: Predicted time of ops outside of segments over that of the original step, likewise.
+        rest_time_share: Predicted time of ops outside of segments over that of the original step, in the original and
+            the rewritten step.
         pipeline: Stages on several devices, or `None`.
     """
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the decisions of a plan for a budget to a file, for `MemoryBudget(plan=path)` and `AutoParams`.
 
-        A training that reads the file rewrites an equal step without a search.
+        A training that reads the file rewrites an equal step, of the same batch size and version of the package,
+        without a search.
 
         Args:
             path: File to write.
@@ -53,8 +58,8 @@ class Plan(PlanRecord):
         Raises:
             ValueError: If the plan is not for a budget.
 
-        Example:
-        >>> callback.plan.save("plan.json")
+        Examples:
+            >>> callback.plan.save("plan.json")
         """
         recipe = self.__dict__.get("_recipe")
         if recipe is None:
@@ -84,7 +89,7 @@ class Plan(PlanRecord):
     def summary(self) -> str:
         """Return a report of several lines: a table of segments, swaps, the largest tensors, and remarks.
 
-        docs/reference/reports.md explains the columns.
+        The page "Reports" of the documentation explains the columns.
         """
         return summary(self)
 
@@ -92,7 +97,7 @@ class Plan(PlanRecord):
         """Return the plan as JSON, timelines included.
 
         Args:
-            indent: Spaces per level; `None` for a single line. Defaults to 2.
+            indent: Spaces per level; `None` for a single line.
 
         Returns:
             The text, with the attributes of `Plan` as fields. Sizes are bytes, times seconds.
@@ -110,10 +115,9 @@ class Plan(PlanRecord):
         The prediction is always drawn. Timelines of `before` and `after` add a second panel.
 
         Args:
-            path: File to write, in the format of its extension. Defaults to `None`: no file.
-            before: Measurement of the original step: `tflms_sft.measure(step, *batch, timelines=True)`. Defaults to
-                `None`.
-            after: Measurement of the rewritten step. Defaults to `None`: `measured`.
+            path: File to write, in the format of its extension. `None`: no file.
+            before: Measurement of the original step: `tflms_sft.measure(step, *batch, timelines=True)`.
+            after: Measurement of the rewritten step. `None`: `measured`.
 
         Returns:
             The `matplotlib.figure.Figure`.
@@ -122,10 +126,10 @@ class Plan(PlanRecord):
             ImportError: If matplotlib is not installed (`pip install "tflms-sft[plot]"`).
             TypeError: If `before` or `after` is not a `Measurement`.
 
-        Example:
-        >>> fast = tflms_sft.rewrite(step, tflms_sft.LMSParams(), images, labels)
-        >>> before, after = (tflms_sft.measure(s, images, labels, timelines=True) for s in (step, fast))
-        >>> fast.plan.plot("plan.png", before, after)
+        Examples:
+            >>> fast = tflms_sft.rewrite(step, tflms_sft.LMSParams(), images, labels)
+            >>> before, after = (tflms_sft.measure(s, images, labels, timelines=True) for s in (step, fast))
+            >>> fast.plan.plot("plan.png", before, after)
         """
         _check_measurements(before, after)
         return draw(self, path, before, after or self.measured)
@@ -141,7 +145,7 @@ class Plan(PlanRecord):
         Without matplotlib, a line replaces the chart.
 
         Args:
-            path: File to write. Defaults to `None`: no file.
+            path: File to write. `None`: no file.
             before: Measurement of the original step, as for `plot`.
             after: Measurement of the rewritten step, as for `plot`.
 
@@ -151,8 +155,8 @@ class Plan(PlanRecord):
         Raises:
             TypeError: If `before` or `after` is not a `Measurement`.
 
-        Example:
-        >>> callback.plan.to_html("plan.html")
+        Examples:
+            >>> callback.plan.to_html("plan.html")
         """
         _check_measurements(before, after)
         text = page(self, before, after or self.measured)

@@ -16,7 +16,7 @@ class Prediction:
         fixed_bytes: Bytes of weights, optimizer slots and other variables.
         time_ratio: Time over that of the original step; from arithmetic and memory traffic at the machine's rates.
         largest: (name, bytes) of the largest tensors alive at the peak. The name is the layer that returns the tensor,
-            or `layer (op)` for other tensors and for gradients.
+            `layer (op)` for other tensors, or `layer (op, backward)` for gradients.
         timeline: (op, bytes alive while it runs), in predicted order. A tile loop is one op,
             `sft/<segment>/<loop>/while`.
         progress: Start of each of these ops, as a fraction of the time of the original step.
@@ -60,7 +60,7 @@ class Measurement:
 
     Attributes:
         peak_bytes: Bytes alive on the device at the peak, weights and optimizer slots included.
-        source: Source of the peak: allocator statistics or allocation records.
+        source: Source of the peak: allocator statistics, or allocation records of one traced step.
         timelines: Bytes alive over time on each device, the measured device first; empty unless requested.
     """
 
@@ -76,7 +76,7 @@ class PlannedSegment:
     Attributes:
         name: Name of the segment; its name scope is `sft/<name>`.
         entries: Names of the tensors that the segment reads; valid in a `SegmentSpec`.
-        exits: Names of the tensors that it computes, likewise.
+        exits: Names of the tensors that the segment computes; valid in a `SegmentSpec`.
         num_tiles: Number of tiles along the batch and each axis in the forward loop; empty without a forward loop.
         backward_num_tiles: Number of tiles in the backward loop; empty without a backward loop.
         stored: Names of inner tensors that are checkpointed instead of recomputed.
@@ -96,7 +96,8 @@ class PlannedSegment:
             the backward pass.
         most_rows: Approximate number of strips above which more strips need more memory (`halo="carry"`) or double the
             work (`halo="recompute"`). It is no limit. `None` if the exit has fewer rows, or tiles are not strips.
-        waiting_bytes: Bytes of its forward tensors saved for the backward pass, in the original and the rewritten step.
+        waiting_bytes: Bytes of its forward tensors that are saved for the backward pass, in the original and the
+            rewritten step.
         time_share: Predicted time of its ops over that of the original step, in the original and the rewritten step.
     """
 
@@ -128,7 +129,7 @@ class PlannedSwap:
     Attributes:
         tensor: Layer that returns the tensor, or layer and op type.
         num_bytes: Size in bytes.
-        readers: Names of the ops that consume it, per swap-in.
+        readers: Names of the ops that consume the tensor after each swap-in.
         controls: Name of the op that triggers each swap-in.
     """
 

@@ -94,10 +94,10 @@ def measure(step: Any, *args: Any, timelines: bool = False, **kwargs: Any) -> Me
     a rewritten step is also stored in its `plan.measured`.
 
     Args:
-        step: The result of `rewrite`, a `tf.function`, or a `ConcreteFunction`.
+        step (RewrittenStep | tf.function | ConcreteFunction): A training step, rewritten or not.
         *args: Arguments of the step.
         timelines: Whether to record the bytes alive over time on each device. This takes two more runs on a copy of the
-            variables, in which ops take longer than usual. Defaults to `False`.
+            variables, in which ops take longer than usual.
         **kwargs: Keyword arguments of the step.
 
     Returns:
@@ -109,9 +109,9 @@ def measure(step: Any, *args: Any, timelines: bool = False, **kwargs: Any) -> Me
         RewriteError: If the step runs on other machines too.
         TypeError: If `step` is not a step that can be traced.
 
-    Example:
-    >>> measured = tflms_sft.measure(tiled, images, labels)
-    >>> print(measured.peak_bytes, measured.source)
+    Examples:
+        >>> measured = tflms_sft.measure(tiled, images, labels)
+        >>> print(measured.peak_bytes, measured.source)
     """
     concrete_fn = _concrete(step, args, kwargs)
     remote = remote_devices(concrete_fn)

@@ -50,17 +50,19 @@ def rewrite(step: Any, params: Any, *example_args: Any, **example_kwargs: Any) -
     """Return a step that computes the same as `step`, up to rounding, with less memory.
 
     Args:
-        step: A `tf.function` that computes gradients and updates, or a `ConcreteFunction` of one. A step without
-            gradients, such as the call of a model, can be tiled too; it gets forward loops only.
-        params: The transformation: `SFTParams` (tile loops), `LMSParams` (swaps), `AutoParams` (a memory budget) or
-            `PipelineParams` (stages on several devices). Or a list of them:
+        step (tf.function | ConcreteFunction): A training step, which computes gradients and updates. A step without
+            gradients, such as the call of a model, gets forward loops only.
+        params (AutoParams | SFTParams | LMSParams | PipelineParams | list): The transformation: a memory budget
+            (`AutoParams`), tile loops (`SFTParams`), swaps (`LMSParams`), or stages on several devices
+            (`PipelineParams`). Or a list of them:
 
             - `[SFTParams(...), LMSParams(...)]` tiles first, then swaps the tensors saved between segments.
             - `[AutoParams(...), LMSParams(...)]` restricts the swaps that the budget search may use.
             - `[SFTParams(...), LMSParams(...), PipelineParams(...)]`, or fewer of them, tiles and swaps inside the
               stages.
-        *example_args: For a `tf.function`: arguments of a step, or their `tf.TensorSpec`s.
-        **example_kwargs: Keyword arguments, likewise.
+        *example_args: For a `tf.function`: arguments of a step, or their `tf.TensorSpec`s, with the largest batch size.
+            For a `ConcreteFunction`: nothing.
+        **example_kwargs: Keyword arguments, in the same forms.
 
     Returns:
         A callable for this one signature, with the attributes `plan` and `concrete_function`.
@@ -71,10 +73,10 @@ def rewrite(step: Any, params: Any, *example_args: Any, **example_kwargs: Any) -
         TypeError: If an argument has the wrong type.
         ValueError: If the order of `params` is wrong, or a value does not suit the step.
 
-    Example:
-    >>> step = tf.function(train_step)
-    >>> tiled = tflms_sft.rewrite(step, tflms_sft.SFTParams(num_tiles=(4, 4)), images, labels)
-    >>> loss = tiled(images, labels)
+    Examples:
+        >>> step = tf.function(train_step)
+        >>> tiled = tflms_sft.rewrite(step, tflms_sft.SFTParams(num_tiles=(4, 4)), images, labels)
+        >>> loss = tiled(images, labels)
     """
     request = parse_request(params)
     if request.pipeline is not None:

@@ -26,17 +26,20 @@ class RewrittenStep:
     Call it like the original step. It keeps the variables of the original alive and may be called inside a
     `tf.function`. It cannot be differentiated, because its gradients are inside, and cannot be pickled.
 
-    Args:
-        original: The original step as a `ConcreteFunction`.
-        importer: Imports the rewritten graph into a trace.
-        plan: Plan of the rewriting.
-
     Attributes:
         plan: The `Plan`: segments, swaps, predictions, and the measurement once there is one.
         concrete_function: The rewritten step as a `ConcreteFunction` over flat tensors.
+        tiers: Destinations of swaps; empty without swaps.
     """
 
     def __init__(self, original: Any, importer: StepImporter, plan: Plan) -> None:
+        """Trace the rewritten step.
+
+        Args:
+            original: The original step as a `ConcreteFunction`.
+            importer: Imports the rewritten graph into a trace.
+            plan: Plan of the rewriting.
+        """
         self.plan = plan
         self._original = original
         self._variables = tf_internals.living_variables(original)  # The trace holds handles only; `verify` retraces.
@@ -81,7 +84,7 @@ class RewrittenStep:
 
     @property
     def tiers(self) -> list[Tier]:
-        """Tiers that the step swaps to."""
+        """Destinations of swaps; empty without swaps."""
         return self._importer.tiers
 
     def __reduce__(self) -> Any:

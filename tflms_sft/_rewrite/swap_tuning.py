@@ -25,11 +25,61 @@ MAX_RUNS = 3
 
 
 class LMSParams(SwapParams):
-    __doc__ = SwapParams.__doc__
+    """Parameters of large model support by swapping (Le et al., "TFLMS", 2018, Table 2).
+
+    Activations are swapped out of device memory once they are computed, and swapped in before the backward pass reads
+    them. γ is the level of an op in a topological order.
+
+    Args:
+        optimizer_scopes (str | Collection[str]): Name scopes of further ops of the backward pass, which is otherwise
+            derived from the graph.
+        starting_scope: Scope of ops; tensors reachable from them are swapped. `None`: tensors reachable from the
+            arguments of the step.
+        starting_op_names (str | Collection[str] | None): Names of ops; tensors reachable from them are swapped.
+        excl_scopes (str | Collection[str]): Scopes whose tensors are not swapped, even if `incl_scopes` includes them.
+        incl_scopes (str | Collection[str]): Scopes whose tensors are swapped; if these or `incl_types` are given, no
+            others are.
+        excl_types (str | Collection[str]): Op types, such as `"Relu"`, whose outputs are not swapped.
+        incl_types (str | Collection[str]): Op types whose outputs are swapped.
+        n_tensors: Maximum number of swapped tensors, counted from the start of the step; -1 for all. Fewer take less
+            time; `LMSParams.tuned` finds the smallest sufficient number.
+        lb: Minimum lead of a swap-in: with `"direct_order"` in γ before the consumer, with `"chain_rule"` in forward
+            ops after the producer. A larger lead overlaps more of the transfer with computation and holds more bytes on
+            the device.
+        ub: Maximum lead of a swap-in, in the unit of `lb`.
+        ctrld_strategy: Search for the op that triggers a swap-in: `"chain_rule"` (Algorithm 2) or `"direct_order"`
+            (Algorithm 1), which holds fewer bytes. Consumers in the forward pass always use the latter.
+        fuse_swapins: Whether close consumers of a tensor share one swap-in: fewer transfers, held longer.
+        swap_branches: Whether tensors with a distant consumer in the forward pass, such as skip connections, are
+            swapped too.
+        branch_threshold: Distance in γ above which a forward consumer is distant.
+        tier: Destination: `"host"` memory beside an accelerator, `"disk"`, or `"auto"`: host memory with an
+            accelerator, otherwise disk.
+        spill_dir (str | os.PathLike[str] | None): Directory for the disk tier, best on a fast local disk. `None`: the
+            system's directory for temporary files, or `/var/tmp` if that one lies in memory.
+        page_cache: Whether written data may stay in the page cache, which the operating system can reclaim. With
+            `False`, every write waits for the disk: for machines and containers whose memory is full.
+        min_bytes (int | str): Minimum size of a swapped tensor: an int, or a string such as `"1MiB"`. Each swap is a
+            call into Python, so small ones cost more than they save. A tensor list of a loop counts with all its
+            elements.
+        fuse_distance: Distance in γ up to which consumers are close.
+        max_in_flight: Maximum number of concurrent swap-outs; 1 holds the fewest bytes.
+
+    Attributes:
+        directory: Directory of the disk tier.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range, or the directory is not writable.
+
+    Examples:
+        >>> params = tflms_sft.LMSParams(tier="disk", spill_dir="/scratch", min_bytes="4MiB")
+        >>> step = tflms_sft.rewrite(train_step, params, images, labels)
+    """
 
     @classmethod
     def tuned(
-        cls, step: Any, memory_budget: Any, *example_args: Any, headroom: float = 0.1, **params: Any
+        cls, step: Any, memory_budget: int | str, *example_args: Any, headroom: float = 0.1, **params: Any
     ) -> LMSParams:
         """Return parameters that swap as few tensors, as early, as a memory budget allows (TFLMS, section 5.2).
 
@@ -38,11 +88,11 @@ class LMSParams(SwapParams):
         with a smaller one.
 
         Args:
-            step: A `tf.function` or `ConcreteFunction`, as for `rewrite`.
+            step (tf.function | ConcreteFunction): A training step, as for `rewrite`.
             memory_budget: Upper bound for the bytes alive on the device: an int, or a string such as `"8GiB"`.
             *example_args: Arguments of a step. With `tf.TensorSpec`s, and for a `ConcreteFunction`, no run confirms the
                 result.
-            headroom: Fraction of the budget that the prediction leaves free, from 0 to below 1. Defaults to 0.1.
+            headroom: Fraction of the budget that the prediction leaves free, from 0 to below 1.
             **params: Arguments of `LMSParams`. The result swaps at most `n_tensors`, at least `lb` ahead.
 
         Returns:
@@ -54,9 +104,9 @@ class LMSParams(SwapParams):
             TypeError: If an argument has the wrong type.
             ValueError: If an argument is out of range.
 
-        Example:
-        >>> params = tflms_sft.LMSParams.tuned(train_step, "2GiB", images, labels)
-        >>> step = tflms_sft.rewrite(train_step, params, images, labels)
+        Examples:
+            >>> params = tflms_sft.LMSParams.tuned(train_step, "2GiB", images, labels)
+            >>> step = tflms_sft.rewrite(train_step, params, images, labels)
         """
         base = cls(**params)
         tuned = _tuned(step, memory_budget, example_args, headroom, base)

@@ -54,10 +54,12 @@ class Difference:
         kind: `"output"`, `"gradient"` or `"variable"`.
         name: Name of the result, of the variable, of the variable of a gradient, or of the tensor.
         relative: `max|a - b| / max(max|b|, floor)`; infinite if shapes differ or a value is not finite.
-        noise: Relative difference between two runs of the original, the second with perturbed weights: by one rounding
-            each. For variables also a run of the original update with the gradients of the rewritten step.
+        noise: Relative difference between two runs of the original step: one with each weight changed by one rounding,
+            for gradients also one with a scaled loss, for variables also the original update with the gradients of the
+            rewritten step. The largest counts.
         limit: Largest relative difference that rounding explains: the limit of the dtype for a step of this size, or
             ten times the noise.
+        ok: Whether rounding explains the difference.
     """
 
     kind: str
@@ -82,7 +84,13 @@ class Verification:
     """The result of `verify`; true if something was rewritten and rounding explains every difference.
 
     Attributes:
+        ok: Whether something was rewritten and rounding explains every difference.
         differences: Differences of all compared tensors.
+        outputs: Worst difference of the results, such as the loss; `None` if the step returns nothing.
+        gradients: Worst difference of the gradients; `None` if none could be compared.
+        variables: Worst difference of weights, optimizer slots, statistics, metrics and seeds; `None` without any.
+        drowned: Noisiest difference of a step with random ops, if a wrong result could pass as its noise; else `None`.
+        sensitive: Difference of the noisiest gradient, if a wrong result could pass as its rounding; else `None`.
         dtype: Floating dtype with the fewest digits in which images are computed, such as `"float32"`.
         steps: Number of steps that were run.
         plan: Plan of the rewritten step.

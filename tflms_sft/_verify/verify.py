@@ -76,13 +76,14 @@ def verify(step_or_model: Any, batch: Any, params: Any = None, *, steps: int = 1
     variables are restored afterwards, also after an error: weights, optimizer slots, metrics, seeds.
 
     Args:
-        step_or_model: A compiled Keras model, a `tf.function`, a `ConcreteFunction`, or a result of `rewrite`.
+        step_or_model (keras.Model | tf.function | ConcreteFunction | RewrittenStep): A compiled model, or a step.
         batch: For a model `(x, y)` or `(x, y, sample_weight)`, as for `train_on_batch`, or `x` alone if its step needs
             no targets. For a step the tuple of its arguments, or its only argument.
         params: The rewriting: parameter objects as for `rewrite`, or a memory budget such as `"300MiB"` or an int. For
             a model also a callback that has trained it; then the plan of that training is compared, on a batch of any
-            size. Omit it for a result of `rewrite`. Defaults to `None`.
-        steps: Number of steps to compare, all on this batch, each from the state of the original step. Defaults to 1.
+            size. Required, except for a result of `rewrite`, which has its own.
+        steps: Number of steps to compare, all on this batch, each from the state of the original step. More steps
+            reveal slow drift, and moving statistics that a later step reads.
 
     Returns:
         A `Verification`, true if rounding explains every difference. `print(result.summary())` shows the largest
@@ -94,10 +95,10 @@ def verify(step_or_model: Any, batch: Any, params: Any = None, *, steps: int = 1
         TypeError: If an argument has the wrong type.
         ValueError: If an argument is out of range, or the batch has no targets but the model's step needs them.
 
-    Example:
-    >>> result = tflms_sft.verify(model, (images, labels), tflms_sft.SFTParams(num_tiles=(4, 4)))
-    >>> print(result.summary())
-    >>> assert result
+    Examples:
+        >>> result = tflms_sft.verify(model, (images, labels), tflms_sft.SFTParams(num_tiles=(4, 4)))
+        >>> print(result.summary())
+        >>> assert result
     """
     if isinstance(steps, bool) or not isinstance(steps, int):
         raise TypeError(f"`steps` must be an integer. Received: steps={steps!r}.")
