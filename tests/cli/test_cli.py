@@ -546,13 +546,23 @@ def test_doctor_without_requirements_fails(cli, monkeypatch):
 
 
 def test_options_of_all_commands_are_documented():
-    (commands,) = (action for action in make()._actions if isinstance(action, argparse._SubParsersAction))
-    text = (ROOT / "docs" / "reference" / "command-line.md").read_text()
-    assert set(commands.choices) == {"plan", "max-input", "max-batch", "run", "worker", "doctor"}
-    for name, command in commands.choices.items():
-        options = {option for action in command._actions for option in action.option_strings}
-        assert f"tflms-sft {name} " in text and not [option for option in options - {"-h"} if f"`{option}" not in text]
+    """The page is generated from the parser: every argument has a row with its meaning."""
+    hooks = runpy.run_path(str(ROOT / "docs" / "site_hooks.py"))
+    page = hooks["with_generated_parts"]((ROOT / "docs" / "reference" / "command-line.md").read_text(encoding="utf-8"))
+    parts = dict(re.findall(r"^## (\S+)$(.*?)(?=^## |\Z)", page, flags=re.MULTILINE | re.DOTALL))
+    commands = make().commands
+    assert set(commands) == {"plan", "max-input", "max-batch", "run", "worker", "doctor"}
+    for name, command in commands.items():
+        rows = dict(re.findall(r"^\| `([^`\s]+)[^`]*` \| ([^|]+) \|", parts[name], flags=re.MULTILINE))
+        arguments = {(*action.option_strings, action.metavar)[0]: action.help for action in command._actions}
+        hidden = {"-h", *(argument for argument, text in arguments.items() if text == argparse.SUPPRESS)}
+        assert set(rows) == {*arguments} - hidden
+        assert all(rows[key].replace("`", "")[:20] in arguments[key].replace("`", "") for key in rows)
+        assert f"usage: tflms-sft {name} " in parts[name] and command.description.split(".")[0] in parts[name]
         assert f"tflms-sft {name}" in command.format_help() and "exit codes:" in command.format_help()
+    assert "| 130 | stopped with Ctrl-C |" in page and "network.keras  " in parts["MODEL"]
+    plan = parts["plan"]
+    assert "| fraction of the budget that the prediction leaves free | 0.1 |" in plan and "see [MODEL](#model)" in plan
 
 
 # As processes -----------------------------------------------------------------------------------------------

@@ -13,13 +13,13 @@ __all__: list[str] = []
 
 OK, NOT_MET, WRONG_ARGUMENTS, INTERRUPTED = 0, 1, 2, 130
 
-EXIT_CODES = """exit codes:
-  0    ok
-  1    no plan meets the budget, the step cannot be rewritten, a check failed, or a worker
-       cannot serve
-  2    wrong arguments
-  130  stopped with Ctrl-C
-"""
+EXIT_CODES = {
+    OK: "ok",
+    NOT_MET: "no plan meets the budget, the step cannot be rewritten, a check failed, or a worker cannot serve",
+    WRONG_ARGUMENTS: "wrong arguments",
+    INTERRUPTED: "stopped with Ctrl-C",
+}
+"""Meanings of the exit codes. `run` ends with the exit code of the script instead."""
 
 
 MIN_REPORTED_SECONDS = 2

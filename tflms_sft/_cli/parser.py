@@ -1,4 +1,7 @@
-"""Commands and options. Imports no TensorFlow, so that `--help` and wrong arguments are answered at once."""
+"""Commands and options. Imports no TensorFlow, so that `--help` and wrong arguments are answered at once.
+
+The texts are also the page docs/reference/command-line.md, which docs/command_line_page.py generates from the parser.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +21,16 @@ __all__: list[str] = []
 _WIDTH = 112
 """Columns of the help."""
 
-MODEL_FORMS = """MODEL is one of
+_MODEL_FORMS = """MODEL is one of
   network.keras              a file that `model.save` wrote
-  package.module:function    a function that returns a Keras model, compiled or not; the current directory is on the
-                             import path; pass keyword arguments as --arg name=value
+  package.module:function    a function that returns a Keras model, compiled or not, such as
+                             keras.applications:ResNet50; the current directory is on the import path
   path/to/script.py:function a function in a file; the file is imported, not run as a program
 """
 
 _CLUSTER_FORMS = """CLUSTER is one of
   10.0.0.2:2222,10.0.0.3:2222   HOST:PORT of each worker, in the order of their tasks
   cluster.json                  a file with {"worker": ["10.0.0.2:2222", "10.0.0.3:2222"]}; "chief" is optional
-
-example:
-  tflms-sft worker --cluster cluster.json --task 1
-
 """
 
 _EXAMPLES = """examples:
@@ -135,9 +134,10 @@ def make() -> _Parser:
         prog="tflms-sft",
         description=_filled(
             "Trains Keras networks whose training step does not fit in memory, with equal results up to rounding. The "
-            "commands predict what fits before training, and run an unchanged training script within a budget."
+            "commands predict what fits before training, and run an unchanged training script within a budget. Results "
+            "go to stdout; progress, errors, TensorFlow's messages and the output of the model's own code to stderr."
         ),
-        epilog=f"{_EXAMPLES}\n{EXIT_CODES}",
+        epilog=f"{_EXAMPLES}\n{_exit_codes()}",
     )
     parser.add_argument("--version", action="version", version=f"tflms-sft {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
@@ -152,11 +152,14 @@ class _Parser(argparse.ArgumentParser):
 
     Attributes:
         commands: The parser of each command.
+        forms: Forms of an argument, as text; empty if a command needs no such text.
+        example: A command line.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=_formatter, **options)
-        self.commands: Mapping[str, argparse.ArgumentParser] = {}
+        self.commands: Mapping[str, _Parser] = {}
+        self.forms = self.example = ""
         # No option begins like a number, so such an argument is a value, and its own check refuses it.
         self._negative_number_matcher = re.compile(r"-\.?\d")
 
@@ -169,9 +172,19 @@ def _filled(text: str) -> str:
     return textwrap.fill(text, _WIDTH)
 
 
-def _command(commands: Any, name: str, summary: str, details: str = "", notes: str = "") -> argparse.ArgumentParser:
-    description = _filled(f"{summary[0].upper()}{summary[1:]}. {details}".strip())
-    return commands.add_parser(name, help=summary, description=description, epilog=f"{notes}{EXIT_CODES}")
+def _exit_codes() -> str:
+    lines = (f"  {code:<3}  {meaning}" for code, meaning in EXIT_CODES.items())
+    return "\n".join(["exit codes:", *lines])
+
+
+def _command(commands: Any, name: str, summary: str, *details: str, forms: str = "", example: str = "") -> _Parser:
+    first, *others = details
+    description = "\n\n".join(map(_filled, (f"{summary[0].upper()}{summary[1:]}. {first}", *others)))
+    shown = f"example:\n  {example}\n" if example else ""
+    epilog = "\n".join(filter(None, (forms, shown, _exit_codes())))
+    parser: _Parser = commands.add_parser(name, help=summary, description=description, epilog=epilog)
+    parser.forms, parser.example = forms, example
+    return parser
 
 
 def _add_plan(commands: Any) -> None:
@@ -179,9 +192,13 @@ def _add_plan(commands: Any) -> None:
         commands,
         "plan",
         "print the plan for training a model, without training it",
-        "Builds the model with its weights, and traces and plans its training step for one batch. It runs no step and "
-        "creates no batch.",
-        f"{MODEL_FORMS}\nexample:\n  tflms-sft plan nets.py:build --input-shape 2048,2048,3 --budget 8GiB\n\n",
+        "Builds the model with its weights and traces its training step for shapes alone. It runs no step and creates "
+        "no batch, so a machine can plan a step that does not fit in its memory. A `fit` of the same model with the "
+        "same batch on the same machine has the same plan.",
+        "The output is `Plan.summary()`. The JSON object has `assumed` (model, inputs, targets, optimizer, loss, "
+        "device) and `plan`, which is `Plan.to_json()`.",
+        forms=_MODEL_FORMS,
+        example="tflms-sft plan nets.py:build --input-shape 2048,2048,3 --budget 8GiB",
     )
     _add_model(parser)
     _add_input_shape(parser)
@@ -191,7 +208,11 @@ def _add_plan(commands: Any) -> None:
     modes.add_argument(
         "--num-tiles", type=tiles, metavar="H,W", help="tiles per segment: 4,4, or height=4,width=4, or auto"
     )
-    parser.add_argument("--halo", choices=("recompute", "carry"), help="with --num-tiles: as in `SFTParams`")
+    parser.add_argument(
+        "--halo",
+        choices=("recompute", "carry"),
+        help="with --num-tiles: compute halo rows in every tile, or carry them from strip to strip; default: recompute",
+    )
     _add_planning(parser)
     parser.add_argument("--plot", metavar="FILE", help="write a chart of memory over the step (needs matplotlib)")
     parser.add_argument("--html", metavar="FILE", help="write a page with the plan and its chart")
@@ -203,8 +224,13 @@ def _add_max_input(commands: Any) -> None:
         commands,
         "max-input",
         "find the largest square (cubic) image that trains within a budget, plain and rewritten",
-        "The result is a prediction; no step runs. A model with a fixed image size is rebuilt for other sizes.",
-        f"{MODEL_FORMS}\nexample:\n  tflms-sft max-input nets.py:build --budget 8GiB --batch 1\n\n",
+        "The result is a prediction; no step runs. `worst-case peak` is the peak in the worst state in which earlier "
+        "steps may leave the allocator; a fresh process may need a fifth less. `time` is relative to the original step "
+        "of the same size.",
+        "A model with one input of fixed size is rebuilt for other sizes from the configurations of its layers, with "
+        "new weights. A weight whose shape would change, as that of a dense layer after `Flatten`, is an error.",
+        forms=_MODEL_FORMS,
+        example="tflms-sft max-input nets.py:build --budget 8GiB --batch 1",
     )
     _add_model(parser)
     _add_input_shape(parser, "only for models without declared channels: any image, such as 64,64,3")
@@ -220,8 +246,9 @@ def _add_max_batch(commands: Any) -> None:
         commands,
         "max-batch",
         "find the largest batch that trains within a budget, plain and rewritten",
-        "The result is a prediction; no step runs.",
-        f"{MODEL_FORMS}\nexample:\n  tflms-sft max-batch network.keras --input-shape 512,512,3 --budget 8GiB\n\n",
+        "The result is a prediction; no step runs. The columns are those of `max-input`.",
+        forms=_MODEL_FORMS,
+        example="tflms-sft max-batch network.keras --input-shape 512,512,3 --budget 8GiB",
     )
     _add_model(parser)
     _add_input_shape(parser)
@@ -237,14 +264,19 @@ def _add_run(commands: Any) -> None:
         "run",
         "run an unchanged training script, with every `fit` within a budget",
         "Adds the callback `MemoryBudget` to each `fit` of a Keras model in the script, unless it has a callback of "
-        "tflms_sft already. The exit code is that of the script.",
-        "example:\n  tflms-sft run --budget 8GiB train.py --epochs 3\n\n",
+        "tflms_sft already. `evaluate`, `predict`, `train_on_batch`, hand-written loops and child processes are not "
+        "rewritten. If no `fit` ran under the budget, the last line on stderr says so.",
+        "The script runs as `__main__` with its own arguments and import path. TensorFlow is imported when the script "
+        "imports it, so settings that the script makes first still apply. Errors such as `BudgetError` are raised in "
+        "the script, and the exit code is that of the script.",
+        example="tflms-sft run --budget 8GiB train.py --epochs 3",
     )
     parser.usage = "tflms-sft run --budget SIZE [options] [-m] SCRIPT [arguments of the script]"
     _add_budget(parser)
     _add_planning(parser)
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as for python -m")
-    parser.add_argument("--report", metavar="FILE", help="write the plans of all `fit` calls as JSON")
+    text = "write the plans of all `fit` calls as JSON; null for a `fit` that ended before its first step"
+    parser.add_argument("--report", metavar="FILE", help=text)
     parser.add_argument("--quiet", action="store_true", help="print only the output of the script")
     parser.add_argument("script", metavar="SCRIPT", help="script to run; arguments after SCRIPT belong to it")
     arguments = parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -256,10 +288,13 @@ def _add_worker(commands: Any) -> None:
         commands,
         "worker",
         "serve the devices of this machine to a program that trains with stages on several machines",
-        "Serves one training after another until it is stopped, and prints one line when it starts. The program "
-        "connects to the same addresses with `tflms_sft.connect(...)`. Anybody who can reach the port can run any code "
-        "on this machine: use a private network.",
-        _CLUSTER_FORMS,
+        "Serves one training after another until it is stopped, and prints one line when it accepts connections. The "
+        "program connects to the same addresses with `tflms_sft.connect(...)`. Anybody who can reach the port can run "
+        "any code on this machine: use a private network.",
+        "The address must be one of this machine, with a free port. The JSON object has `task`, `tasks`, `address` and "
+        "`gpus`.",
+        forms=_CLUSTER_FORMS,
+        example="tflms-sft worker --cluster cluster.json --task 1",
     )
     add = parser.add_argument
     add(
@@ -277,9 +312,14 @@ def _add_doctor(commands: Any) -> None:
         commands,
         "doctor",
         "check this machine and its TensorFlow, and run a small rewritten step",
-        "Each line begins with ok, note or FAILED. The exit code is 1 if a check failed.",
+        "Each line begins with `ok`, with `note` for a possible problem, such as a spill directory in memory, or with "
+        "`FAILED` for a missing requirement. On a machine with NVIDIA GPUs there is a line for each GPU.",
+        "Requirements are: supported versions of Python, TensorFlow and Keras; the TensorFlow backend of Keras; "
+        "functions that run as graphs; a writable spill directory; and two small steps, tiled and swapped, whose "
+        "results equal those of the original step.",
     )
-    parser.add_argument("--spill-dir", metavar="DIR", help="directory for swapped tensors")
+    text = "directory for swapped tensors; default: that of `LMSParams`"
+    parser.add_argument("--spill-dir", metavar="DIR", help=text)
     _add_common(parser)
 
 
@@ -292,29 +332,34 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="keyword argument of the function",
+        help="keyword argument of the function; a VALUE that is no Python literal is a string",
     )
-    add("--import", dest="imports", action="append", default=[], metavar="MODULE", help="module to import first")
-    add("--optimizer", metavar="NAME", help='default: the model\'s own, or "adam"')
-    add("--loss", metavar="NAME", help="default: the model's own, or one that fits its output")
-    add("--target-shape", type=target_shape, metavar="SHAPE", help="shape of one target: 512,512, or scalar")
-    add("--target-dtype", metavar="TYPE", help="dtype of the targets, such as int32; default: one that fits the loss")
+    text = "module to import first, such as one that registers the custom layers of a file"
+    add("--import", dest="imports", action="append", default=[], metavar="MODULE", help=text)
+    text = "optimizer; Adam has two slots per weight, SGD with momentum one; default: the model's own, or adam"
+    add("--optimizer", metavar="NAME", help=text)
+    text = (
+        "loss; default: the model's own, or by its output: sparse_categorical_crossentropy after a softmax, "
+        "binary_crossentropy after a sigmoid, mean_squared_error otherwise"
+    )
+    add("--loss", metavar="NAME", help=text)
+    text = "shape of one target, such as 512,512, or scalar for one number; default: by outputs and loss"
+    add("--target-shape", type=target_shape, metavar="SHAPE", help=text)
+    add("--target-dtype", metavar="TYPE", help="dtype of the targets, such as int32; default: by outputs and loss")
 
 
 def _add_input_shape(parser: argparse.ArgumentParser, text: str = "") -> None:
-    parser.add_argument(
-        "--input-shape",
-        type=input_shape,
-        action="append",
-        default=[],
-        metavar="[NAME=]H,W,C",
-        help=text or "shape of one example, without the batch; repeat for each input; default: that of the model",
+    text = text or (
+        "shape of one example, without the batch; repeat with NAME for each of several inputs; a model with one input "
+        "is rebuilt for another size; default: that of the model"
     )
+    add = parser.add_argument
+    add("--input-shape", type=input_shape, action="append", default=[], metavar="[NAME=]H,W,C", help=text)
 
 
 def _add_budget(parser: Any, required: bool = False) -> None:
     options = {"required": True} if required else {}
-    text = "memory limit of a step: a number with a unit, such as 8GiB or 900MB, or auto"
+    text = "memory limit of a step: a number with a unit, such as 8GiB, 900MB or 123456789B, or auto"
     parser.add_argument("--budget", type=size, metavar="SIZE", help=text, **options)
 
 
@@ -329,13 +374,18 @@ def _add_candidates(parser: argparse.ArgumentParser, candidates: str, multiple: 
     add = parser.add_argument
     text = f"try multiples of N as {candidates}; default: %(default)s"
     add("--multiple-of", type=whole, default=multiple, metavar="N", help=text)
-    add("--max-size", type=whole, default=65536, metavar="N", help=f"limit of {candidates}; default: %(default)s")
-    text = "relative precision: the result may be this fraction below the largest; default: %(default)s"
+    text = f"limit of {candidates}; the table marks a result that equals it; default: %(default)s"
+    add("--max-size", type=whole, default=65536, metavar="N", help=text)
+    text = (
+        "relative precision: the result may be this fraction below the largest; 0 finds the exact maximum in more "
+        "trials; default: %(default)s"
+    )
     add("--within", type=fraction, default=0.02, metavar="FRACTION", help=text)
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    text = "print one JSON object instead of text; after a failure it has `error`, with the smallest feasible budget"
+    parser.add_argument("--json", action="store_true", help=text)
     parser.add_argument("--quiet", action="store_true", help="print no progress on stderr")
     parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
 
