@@ -1,6 +1,6 @@
 """Writes `docs/reference/supported.md`: what becomes of every Keras layer, and of the networks of `keras.applications`.
 
-    python -m benchmarks.coverage [--networks NAME ...] [--layers NAME ...] [--results FILE] [--output docs/reference/supported.md]
+    python -m benchmarks.coverage [--networks NAME ...] [--layers NAME ...] [--results FILE] [--output FILE]
 
 What was found before stays in the file of results; only what is named is examined again.
 
@@ -15,8 +15,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import re
+import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,9 @@ BUDGETS = (0.5, 0.6, 0.75)
 NO_BARRIER = 2
 """Loops of a segment without: forward and backward."""
 USUAL = ("the backward pass reads no tensor inside of it", "a tiled segment would save as many bytes")
-"""Reasons for which parts beside the layer are left alone."""
+"""Reasons for which parts beside the layer are not rewritten."""
+TILED, WITH_BARRIER, NOT_REWRITTEN = "tiled", "tiled, with a barrier", "not rewritten: "
+ENDS_SEGMENT = "ends a segment: a reduction over the image"
 
 # ----------------------------------------------------------------------------------------------------------
 # In the children.
@@ -184,17 +188,17 @@ def search_network(*, network: str, emit: _child.Emit) -> float:
 
 
 def outcome_of(found: dict[str, Any]) -> str:
-    """Return the outcome as text: on tiles, with sums over the image, or not rewritten, with the reason."""
+    """Return the outcome as text: tiled, with reductions over the image, or not rewritten, with the reason."""
     told = dict.fromkeys(found["reasons"])
     sums = [why for why in told if "everything after it waits" in why]
     reasons = [why for why in told if why not in sums and not any(usual in why for usual in USUAL)]
     if reasons:
-        return "left alone: " + "; ".join(reasons)
+        return NOT_REWRITTEN + "; ".join(reasons)
     if sums:
-        return "ends a segment: a sum over the whole image"
+        return ENDS_SEGMENT
     if not found["segments"]:
-        return "left alone: " + "; ".join(told)
-    return "tiled" if found["loops"] <= NO_BARRIER else f"tiled, with a barrier ({found['loops']} loops)"
+        return NOT_REWRITTEN + "; ".join(told)
+    return TILED if found["loops"] <= NO_BARRIER else f"{WITH_BARRIER} ({found['loops']} loops)"
 
 
 def layer_rows(name: str) -> list[list[str]]:
@@ -243,54 +247,122 @@ def network_row(name: str) -> list[str]:
     return line
 
 
-PAGE = """# What is covered
+PAGE = """# Supported layers and networks
 
-Written by `python -m benchmarks.coverage`, with Keras {keras} and TensorFlow {tensorflow} on a CPU. Nothing in these
-tables is known to the compiler: it has one rule for each operation, and sees no layers and no networks.
+Written by `python -m benchmarks.coverage`, with Keras {keras} and TensorFlow {tensorflow} on a CPU. The compiler has a
+rule for each op, and knows no layers and no networks.
 
 ## Networks
 
-`keras.applications` with untrained weights and normalisation in training mode. *Tiled*: one step of two images of
-{compared} x {compared} pixels in 3 x 2 tiles. *Left alone*: why other operations on images run untiled. Those after the
-last reduction over the image are not listed. *Difference*: of loss, weights, moving statistics and momenta after that
-step to those of the plain step, in float64, relative to the largest number of each. *Peaks*: measured, of a float32
-step with {batch} images of {measured} x {measured}, without weights and momenta. The budget for tiles alone is half of
-the plain peak, or 0.6 or 0.75 where no plan fits half. *Search*: time until the planner finds tiles, swaps or both for
-half of the plain peak, weights and momenta included, or raises `BudgetError`, on a machine with two cores.
+Networks of `keras.applications` with untrained weights and normalisation in training mode. Columns:
+
+- **tiled**: one float64 step with two images of {compared} x {compared} pixels in 3 x 2 tiles. Loss, weights, moving
+  statistics and momenta after it differ from those of plain training by at most {network_difference} of the largest
+  number of each.
+- **plain peak**, **peak with tiles**: measured, of a float32 step with {batch} images of {measured} x {measured},
+  without weights and momenta. The budget for tiles alone is half of the plain peak, or 0.6 or 0.75 where no plan fits
+  half.
+- **search**: time on two cores until the planner finds tiles, swaps or both for half of the plain peak, weights and
+  momenta included, or raises `BudgetError`.
 
 {networks}
 
+{not_rewritten}
+
 ## Layers
 
-Between two convolutions in a network that ends in `Flatten` and `Dense`, two steps of three images with odd sizes.
-*Difference* as above, in float64 unless TensorFlow's CPU has no such kernel; bilinear resizing makes float32 whatever
-goes in. A *barrier* is a sum over the whole image that the rest of the segment waits for, between two loops
-([barriers.md](../explanation/barriers.md)).
+Each layer stands between two convolutions in a network that ends in `Flatten` and `Dense`, and trains for two steps on
+three images of odd sizes. Differences from plain training are at most {difference_64} in float64, and {difference_32}
+in float32 (resizing other than nearest, and layers without float64 kernels on a CPU).
 
-{layers}
+{tiled}
+
+{barriers}
+
+{ends}
+
+**Not rewritten**:
+
+{untiled}
 
 ## Layers that are not for images
 
 {others}
 """
 
+IN_FLOAT32 = ("(float32)", "bilinear", "bicubic")
+"""Parts of lines of layers that compute in float32 in spite of float64 images."""
+
 
 def page(networks: list[list[str]], layers: list[list[str]], versions: dict[str, str]) -> str:
     """The whole page."""
-    titles = ["network", "tiled", "left alone", "difference", "plain peak", "peak with tiles", "search"]
     others = [
-        f"- {why}: " + ", ".join(f"`{name}`" for name in names.split())
+        _filled(f"- {why}: " + ", ".join(f"`{name}`" for name in names.split()), "  ")
         for why, names in _coverage_layers.NOT_FOR_IMAGES.items()
     ]
+    in_float32 = [line for line in layers if any(part in " ".join(line) for part in IN_FLOAT32)]
+    in_float64 = [line for line in layers if line not in in_float32]
+    reasons = [reason for _, reason, _ in layers if reason.startswith(NOT_REWRITTEN)]
     return PAGE.format(
         **versions,
         compared=COMPARED_SIZE,
         measured=MEASURED_SIZE,
         batch=MEASURED_BATCH,
-        networks=_table(titles, networks),
-        layers=_table(["layer", "what becomes of it", "difference"], layers),
+        network_difference=_largest(line[3] for line in networks),
+        networks=_table(
+            ["network", "tiled", "plain peak", "peak with tiles", "search"],
+            [[*line[:2], *line[4:]] for line in networks],
+        ),
+        not_rewritten=_filled(
+            "Ops after the last reduction over the image are not rewritten. " + _exceptions(networks)
+        ),
+        difference_64=_largest(line[2] for line in in_float64),
+        difference_32=_largest(line[2] for line in in_float32),
+        tiled=_filled(f"**Tiled**: {_names(layers, lambda outcome: outcome == TILED)}."),
+        barriers=_filled(
+            "**Tiled, with a [barrier](../explanation/barriers.md)**, a reduction over the image between two loops: "
+            f"{_names(layers, lambda outcome: outcome.startswith(WITH_BARRIER))}."
+        ),
+        ends=_filled(
+            "**Ends a segment**, because it reduces over the image: "
+            f"{_names(layers, lambda outcome: outcome == ENDS_SEGMENT)}."
+        ),
+        untiled=_table(
+            ["layer", "reason"],
+            [
+                [_names(layers, lambda outcome, reason=reason: outcome == reason), reason.removeprefix(NOT_REWRITTEN)]
+                for reason in dict.fromkeys(reasons)
+            ],
+        ),
         others="\n".join(others),
     )
+
+
+def _largest(differences: Iterable[str]) -> str:
+    return f"{max(float(text.split()[0]) for text in differences):.0e}"
+
+
+def _exceptions(networks: list[list[str]]) -> str:
+    """A sentence for each set of reasons for which networks have more ops that are not rewritten."""
+    names: dict[str, list[str]] = {}
+    for name, _, reasons, *_ in networks:
+        names.setdefault(reasons, []).append(name)
+    found = (f"Others in {' and '.join(names[why])}: {why}." for why in names if why != "nothing")
+    return " ".join(found)
+
+
+def _filled(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _names(layers: list[list[str]], accepts: Callable[[str], bool]) -> str:
+    """The layers with such an outcome, each with its uses in brackets."""
+    uses: dict[str, list[str]] = {}
+    for title, outcome, _ in layers:
+        if accepts(outcome):
+            name, _, use = re.sub(r" \(\d-D\)$", "", title).partition(", ")
+            uses.setdefault(name, []).append(use)
+    return ", ".join(f"{name} ({'; '.join(found)})" if any(found) else name for name, found in uses.items())
 
 
 def _table(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -314,7 +386,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", nargs="*", choices=layers, default=layers, metavar="NAME")
     results = _child.ROOT / "benchmarks" / "results" / "coverage.json"
     parser.add_argument("--results", type=Path, default=results, metavar="FILE")
-    parser.add_argument("--output", type=Path, default=_child.ROOT / "docs" / "reference" / "supported.md", metavar="FILE")
+    parser.add_argument(
+        "--output", type=Path, default=_child.ROOT / "docs" / "reference" / "supported.md", metavar="FILE"
+    )
     return parser.parse_args(arguments)
 
 
