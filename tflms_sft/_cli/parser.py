@@ -24,7 +24,7 @@ _WIDTH = 112
 _MODEL_FORMS = """MODEL is one of
   network.keras              a file that `model.save` wrote
   package.module:function    a function that returns a Keras model, compiled or not, such as
-                             keras.applications:ResNet50; the current directory is on the import path
+                             keras.applications:ConvNeXtTiny; the current directory is on the import path
   path/to/script.py:function a function in a file; the file is imported, not run as a program
 """
 
