@@ -194,7 +194,7 @@ def _check_batches(analysis: GraphAnalysis, node: Node, images: list[Tensor]) ->
     if any(isinstance(size, SymbolicDim) for size in numbers):
         if not all(sizes.assume_equal(numbers[0], size) for size in numbers):
             shapes = ", ".join(str(tensor.shape) for tensor in images)
-            raise NotTileableError(f"its images ({shapes}) may be of different numbers when the step runs")
+            raise NotTileableError(f"its images ({shapes}) may have different batch sizes at run time")
 
 
 def check_forward(analysis: GraphAnalysis, node: Node) -> None:
@@ -221,7 +221,7 @@ def check_forward(analysis: GraphAnalysis, node: Node) -> None:
     for index in range(len(node.outputs)):
         out = node.out(index)
         if not analysis.has_known_size(out):
-            raise NotTileableError(f"its output of shape {out.shape} is no image of known size")
+            raise NotTileableError(f"its output of shape {out.shape} is not an image of known size")
 
 
 def require_analysed(graph: Graph, analysis: GraphAnalysis) -> None:

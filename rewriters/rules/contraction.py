@@ -110,30 +110,30 @@ class Einsum(Rule):
         if not images or any(kinds[position] is TileKind.INVARIANT for position in images):
             raise NotTileableError("an Einsum of operands that are the same for all tiles")
         if any(place != places[0] for place in places):
-            raise NotTileableError("an Einsum of images whose axes lie otherwise")
+            raise NotTileableError("an Einsum of images with different axis orders")
         sizes = [self._sizes(op, position) for position in images]
         if any(size != sizes[0] for size in sizes):
-            raise NotTileableError("an Einsum of images that spreads one of them over another")
+            raise NotTileableError("an Einsum that broadcasts one image over another")
         moved = {letter for letter in places[0] if letter is not None}
         for position, letters in enumerate(operands):
             if position not in images and (kinds[position] is not TileKind.INVARIANT or moved.intersection(letters)):
-                raise NotTileableError("an Einsum over the axes of an image, as attention is")
+                raise NotTileableError("an Einsum over the axes of an image, such as attention")
         if self._sums(op):
             if moved.intersection(out):
-                raise NotTileableError("an Einsum over the axes of an image, as attention is")
+                raise NotTileableError("an Einsum over the axes of an image, such as attention")
             return
         dims = op.layout(op.node.out()).dims
         if [out[0], *(None if dim is None else out[dim] for dim in dims)] != places[0]:
             raise NotTileableError("an Einsum that moves the axes of an image, or sums over some of them")
         if [op.extent(op.node.out(), axis) for axis in range(len(dims))] != sizes[0][1:]:
-            raise NotTileableError("an Einsum that spreads an image over an axis")
+            raise NotTileableError("an Einsum that broadcasts an image along an axis")
 
     def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """Return the kind of the result, which is linear in each operand."""
         self._check(op, kinds)
         partial = [kind for kind in kinds if kind is TileKind.PARTIAL]
         if len(partial) > 1:
-            raise NotTileableError("Einsum is not linear in two gradients at once")
+            raise NotTileableError("Einsum is not linear in two gradients")
         if self._sums(op):
             if not partial:
                 raise NotTileableError("it reduces over the image, so that everything after it waits for all tiles")
@@ -207,14 +207,14 @@ class CrossEntropy(Pointwise):
     def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """Return `FULL` for forward values; the channels must come last."""
         if PER_PIXEL not in op.node.attrs:
-            raise NotTileableError("the rows of its matrix are no pixels of an image")
+            raise NotTileableError("the rows of its matrix are not the pixels of an image")
         if any(kind is not TileKind.FULL for kind in kinds):
             raise NotTileableError(f"{op.node.op} needs an image, and labels for each of its pixels")
         features, labels = op.node.inputs
         if len(features.shape or ()) - 1 in op.layout(features).dims:
             raise NotTileableError("its classes are an axis of the image")
         if any(op.layout(tensor) != op.layout(features) for tensor in (labels, op.node.out(0), op.node.out(1))):
-            raise NotTileableError("the axes of its labels lie otherwise than those of the image")
+            raise NotTileableError("its labels have another axis order than the image")
         return TileKind.FULL
 
     def operand_rows_for_result(self, op: OpView, axis: int, out: Interval) -> AxisPlan:

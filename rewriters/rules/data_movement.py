@@ -24,10 +24,10 @@ def require_alike(op: OpView) -> None:
     out = op.node.out()
     (operand,) = (op.node.inputs[position] for position in find_rule(op.node).data(op))
     if op.layout(out).batch_fold != op.layout(operand).batch_fold:
-        raise NotTileableError("it takes images for pixels, or pixels for images")
+        raise NotTileableError("it folds pixels of an image into the batch, or unfolds them")
     for axis in op.axes(out):
         if op.dim(out, axis) != op.dim(operand, axis) and not op.extent(out, axis) == op.extent(operand, axis) == 1:
-            raise NotTileableError("the image it reads has its axes in other dimensions than the one it makes")
+            raise NotTileableError("its result has another axis order than its operand")
 
 
 def is_over_channels(op: OpView, dim: Any) -> bool:
@@ -103,7 +103,7 @@ class Concat(Pointwise):
         if not is_over_channels(op, op.evaluate(op.node.inputs[-1])):
             raise NotTileableError("a concatenation along another axis than the channels")
         if not all(lie_alike(op, op.node.inputs[position]) for position in self.data(op)):
-            raise NotTileableError("a concatenation of images that lie differently")
+            raise NotTileableError("a concatenation of images with different axis orders")
         image = kinds[:-1]
         if TileKind.INVARIANT in image:
             raise NotTileableError("a concatenation of image data with a tensor that is the same for all tiles")
@@ -165,7 +165,7 @@ class Transpose(Rule):
         source, out = op.layout(op.node.inputs[0]), op.layout(op.node.out())
         moved = tuple(None if dim is None else order.index(dim) for dim in source.dims)
         if order[0] != 0 or moved != out.dims:
-            raise NotTileableError("a transposition of images")
+            raise NotTileableError("a transposition of the batch or of image axes")
         return kinds[0]
 
     def operand_rows_for_result(self, op: OpView, axis: int, out: Interval) -> AxisPlan:

@@ -62,7 +62,7 @@ def check_ranks(op: OpView, kinds: Sequence[TileKind]) -> None:
         if not (varies or has_rows or kind is TileKind.PARTIAL):
             continue
         if len(operand.shape or ()) < len(out.shape) or not lie_alike(op, operand):
-            raise NotTileableError(f"operand `{operand.name}` of shape {operand.shape} lies otherwise than the output")
+            raise NotTileableError(f"operand `{operand.name}` of shape {operand.shape} has other axes than the output")
 
 
 def lie_alike(op: OpView, operand: Tensor) -> bool:
@@ -129,7 +129,7 @@ class LinearIn(Pointwise):
         if len(partial) > 1 or partial[0] not in self.positions:
             raise NotTileableError(f"{op.node.op} is not linear in the gradient(s) at operand(s) {partial}")
         if spreads(op, partial[0]):
-            raise NotTileableError(f"{op.node.op} spreads a gradient over the image or the batch")
+            raise NotTileableError(f"{op.node.op} broadcasts a gradient over the image or the batch")
         return TileKind.PARTIAL
 
 
@@ -156,7 +156,7 @@ class Additive(Pointwise):
         check_ranks(op, kinds)
         if all(kind is TileKind.PARTIAL for kind in kinds):
             if any(spreads(op, position) for position in range(len(kinds))):
-                raise NotTileableError(f"{op.node.op} spreads a gradient over the image or the batch")
+                raise NotTileableError(f"{op.node.op} broadcasts a gradient over the image or the batch")
             return TileKind.PARTIAL
         if TileKind.PARTIAL in kinds:
             raise NotTileableError(f"{op.node.op} adds forward values to a gradient: tiles would count them twice")
@@ -182,7 +182,7 @@ class Select(Pointwise):
                     "it selects between a gradient and forward values, so its result is not linear in the gradient"
                 )
             if kind is TileKind.PARTIAL and spreads(op, position):
-                raise NotTileableError("a selection spreads a gradient over the image or the batch")
+                raise NotTileableError("a selection broadcasts a gradient over the image or the batch")
         return TileKind.PARTIAL
 
 
@@ -246,7 +246,7 @@ def spatial_dims(node: Node, rank: int) -> tuple[int, ...]:
     """Return the dimensions of the axes according to the `data_format` attribute."""
     layout = node.attrs.get("data_format")
     if layout is not None and b"VECT" in layout.s:
-        raise NotTileableError(f'data_format "{layout.s.decode()}": channels lie in two dimensions')
+        raise NotTileableError(f'data_format "{layout.s.decode()}": channels are in two dimensions')
     first = layout is not None and layout.s.startswith(b"NC")
     return tuple(range(2, rank) if first else range(1, rank - 1))
 
@@ -270,7 +270,7 @@ def require_format(op: OpView, tensors: Sequence[Tensor]) -> None:
             for axis, (a, b) in enumerate(zip(layout.dims, dims, strict=False))
         )
         if not here:
-            raise NotTileableError(f"the axes of `{tensor.name}` lie elsewhere than {op.node.op} takes them to")
+            raise NotTileableError(f"the axes of `{tensor.name}` do not match the `data_format` of {op.node.op}")
 
 
 def require_channels(op: OpView, tensor: Tensor) -> None:

@@ -104,7 +104,7 @@ class Reduce(SumOverImage):
             op.dim(out, axis) != dim and not op.extent(image, axis) == 1 == op.extent(out, axis)
             for axis, dim in enumerate(moved)
         ):
-            raise NotTileableError("its result has its axes in other dimensions than the image")
+            raise NotTileableError("its result has another axis order than the image")
 
     def _over_batch(self, op: OpView) -> bool:
         """Return whether the op reduces over the batch, which keeps one entry, and maybe channels."""
@@ -168,14 +168,14 @@ class Reduce(SumOverImage):
             self._check_dims(op)
             return TileKind.FULL
         if op.node.op == "Mean" and not op.node.inputs[0].dtype.is_floating:
-            raise NotTileableError("a mean of integers: each part would be rounded")
+            raise NotTileableError("a mean of integers: partial means would be rounded")
         if self._over_batch(op):
             self._check_dims(op)
         if self._over_image(op) or self.per_pixel(op):
             if self.per_image(op) and op.layout(op.node.inputs[0]).batch_fold != 1:
-                raise NotTileableError("a reduction of pixels that were made images")
+                raise NotTileableError("a reduction of images whose pixels are folded into the batch")
             return TileKind.REDUCED
-        raise NotTileableError("it reduces over the batch and over one side of the image alone")
+        raise NotTileableError("it reduces over the batch and over some axes of the image, but not over all of them")
 
     def combined(self, op: OpView) -> Combination:
         """Return the combination of the op type."""
@@ -250,17 +250,17 @@ class Spread(Rule):
         ):
             raise NotTileableError("a repetition of an image")
         if not lie_alike(op, op.node.inputs[0]):
-            raise NotTileableError(
-                "a repetition of a tensor whose axes lie in other dimensions than those of the result"
-            )
+            raise NotTileableError("a repetition whose result has another axis order than its operand")
         if kinds[0] is TileKind.INVARIANT and not (operand[0] == 1 and all(over_image)):
-            raise NotTileableError("a repetition of images that no tile is cut from, such as a mean over the batch")
+            raise NotTileableError(
+                "a repetition of an image that is the same for all tiles, such as a mean over the batch"
+            )
         if kinds[0] is not TileKind.INVARIANT and not self._same_batch(op):
             raise NotTileableError("a repetition over the batch")
         if kinds[0] is TileKind.PARTIAL and any(
             over and op.extent(op.node.out(), axis) != 1 for axis, over in enumerate(over_image)
         ):
-            raise NotTileableError(f"{op.node.op} spreads a gradient over the image")
+            raise NotTileableError(f"{op.node.op} broadcasts a gradient over the image")
         return kinds[0] if kinds[0] is TileKind.PARTIAL else TileKind.FULL
 
     def _same_batch(self, op: OpView) -> bool:

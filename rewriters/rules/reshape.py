@@ -100,7 +100,7 @@ class View(Blocks):
             raise NotTileableError("a reshape of a tensor of unknown shape")
         matching = groups(source[1:], out[1:])  # type: ignore[arg-type]
         if matching is None:
-            raise NotTileableError("a reshape that takes images apart")
+            raise NotTileableError("a reshape that changes the number of entries of an image")
         return [([dim + 1 for dim in ins], [dim + 1 for dim in outs]) for ins, outs in matching]
 
     def links(self, op: OpView) -> list[AxisMap]:
@@ -122,17 +122,17 @@ class View(Blocks):
         """Return the kind of the operand; each axis must be alone in its group, or before channels."""
         source, out, sizes = op.node.inputs[0], op.node.out(), op.evaluate.sizes
         if not sizes.assume_equal(sizes.of(source), sizes.of(out)):
-            raise NotTileableError("a reshape of images into another number of them")
+            raise NotTileableError("a reshape that changes the number of images")
         op.check_axes([source, out])
         outermost = {(ins[0], outs[0]) for ins, outs in self._groups(op)}
         for axis in op.axes(out):
             rows = (op.extent(source, axis), op.extent(out, axis))
             if rows != (1, 1) and (op.dim(source, axis), op.dim(out, axis)) not in outermost:
-                raise NotTileableError("a reshape that joins rows of several axes")
+                raise NotTileableError("a reshape that merges several axes of an image")
             if rows[0] % rows[1] and rows[1] % rows[0]:
-                raise NotTileableError("a reshape that cuts rows apart")
+                raise NotTileableError("a reshape that splits rows unevenly")
         if op.layout(source).batch_fold != op.layout(out).batch_fold:
-            raise NotTileableError("a reshape of images into another number of them")
+            raise NotTileableError("a reshape that changes the number of images")
         return kinds[0]
 
     def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
@@ -181,7 +181,7 @@ class PixelsAndImages(Blocks):
         if source.dims != out.dims or not blocks <= set(out.dims):
             raise NotTileableError(f"{op.node.op} of channels")
         if source.batch_fold * self._entries(op) != out.batch_fold:
-            raise NotTileableError(f"{op.node.op} of a tensor that no space-to-batch has folded")
+            raise NotTileableError(f"{op.node.op} without a matching space-to-batch before it")
         for axis in op.axes(op.node.out()):
             self.offset(op, axis)
         return kinds[0]

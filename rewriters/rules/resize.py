@@ -99,7 +99,7 @@ class Resize(Rule):
         for axis in op.axes(op.node.out()):
             self.table(op, axis)
         if kinds[0] is TileKind.PARTIAL and not op.node.inputs[0].dtype.is_floating:
-            raise NotTileableError("a gradient that is no floating point number")
+            raise NotTileableError("a gradient of an integer dtype")
         return kinds[0]
 
 

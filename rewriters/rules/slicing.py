@@ -80,7 +80,7 @@ def _taken(size: int | None, first: int | None, last: int | None, stride: int, g
     """Return first entry and number of entries of a slice along one dimension."""
     if size is None:
         if first not in (None, 0) or last is not None or stride != 1 or gone:
-            raise NotTileableError("a slice of an unknown number")
+            raise NotTileableError("a slice along a dimension of unknown size")
         return 0, None
     if gone:
         return (first or 0) % size, 1
@@ -151,9 +151,9 @@ class Sliced(Rule):
             if dim is None:
                 continue
             if entries[dim].stride < 1:
-                raise NotTileableError("an image turned around")
+                raise NotTileableError("a slice that reverses an image")
             if entries[dim].out != op.dim(part, axis) and op.extent(sliced, axis) != 1:
-                raise NotTileableError("a single row of an image")
+                raise NotTileableError("a slice of a single row of an image")
         return kinds[self.image]
 
     def _bounds(self, op: OpView) -> dict[str, Any]:

@@ -349,5 +349,5 @@ def row_axis(*grids: Grid) -> int:
     split = {axis for grid in grids for axis, count in enumerate(grid.spatial) if count != 1}
     if len(split) > 1:
         shown = " and ".join(map(str, grids))
-        raise NotTileableError(f"halo='carry' splits one axis, received {shown} tiles")
+        raise NotTileableError(f'`halo="carry"` needs strips, tiles along one axis. Received: {shown} tiles')
     return min(split, default=0)

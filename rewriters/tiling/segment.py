@@ -134,7 +134,7 @@ def build_segment(
         if not region.must_materialise:
             break
         for tensor, reason in region.must_materialise.items():
-            notes.append(f"`{tensor.name}` is materialised: {reason}")
+            notes.append(f"`{tensor.name}` is computed in full size: {reason}")
             exits.append(tensor)
     segment = _assemble(analysis, name, ops, exits=exits, region=region, stored=stored, notes=notes)
     _check_borders(analysis, segment)
@@ -292,8 +292,9 @@ class BackwardRegion:
             try:
                 kind = self._result_kind(node)
             except NotTileableError as error:
+                reason = f"`{node.name}` ({node.op}) reads it and cannot be tiled: {error}"
                 for tensor in inside:
-                    self.must_materialise.setdefault(tensor, f"`{node.name}` ({node.op}) reads it and {error}")
+                    self.must_materialise.setdefault(tensor, reason)
                 if not inside:
                     self._materialise_sources(derived, node, error)
                 continue
@@ -331,8 +332,9 @@ class BackwardRegion:
     def _materialise_sources(self, derived: list[Tensor], node: Node, error: Exception) -> None:
         """Materialise the forward tensors from which the derived operands of an op outside are computed."""
         producers = ancestors([t.node for t in derived]) & self.nodes
+        reason = f"`{node.name}` ({node.op}) depends on it and cannot be tiled: {error}"
         for tensor in {t for n in producers for t in n.inputs if t.node in self.ops} - self.materialised:
-            self.must_materialise.setdefault(tensor, f"`{node.name}` ({node.op}) needs it and {error}")
+            self.must_materialise.setdefault(tensor, reason)
 
     def _make_convex(self) -> None:
         """Add the ops on paths between ops of the region.
@@ -516,6 +518,8 @@ def _backward_exits(
                 continue
             kind = region.results[tensor]
             if kind is TileKind.FULL:
-                raise NotTileableError(f"`{tensor.name}`, derived from recomputed values, is needed elsewhere")
+                raise NotTileableError(
+                    f"ops outside of the segment read `{tensor.name}`, which depends on recomputed tensors"
+                )
             (reductions if kind is TileKind.REDUCED else gradients).append(tensor)
     return gradients, reductions

@@ -201,7 +201,7 @@ def test_segment_ends_at_images_of_unequal_batch():
         return tf.reduce_mean(tf.nn.relu(tf.subtract(out, tf.identity(out[:1], "first")), name="last") ** 2)
 
     step = one_loss(forward, w)
-    with pytest.raises(NotTileableError, match="may be of different numbers"):
+    with pytest.raises(NotTileableError, match="may have different batch sizes"):
         rewrite(step.concrete_fn, Cut(("out", "first"), "last", (2, 2)))
     assert not differing(step, Cut(grid=(2, 2)))
 

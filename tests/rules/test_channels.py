@@ -53,9 +53,9 @@ REFUSED = [
     ),
     ("Pack", {"values": [image(), image()], "axis": 3}, "FP", "of forward values and gradients"),
     ("Pack", {"values": [image(), image()], "axis": 3}, "FI", "the same for all tiles"),
-    ("Pack", {"values": [image(), image()], "axis": 0}, "FF", "along the batch|is no image|in other dimensions"),
+    ("Pack", {"values": [image(), image()], "axis": 0}, "FF", "along the batch|is no image|another axis order"),
     ("Unpack", {"value": image(), "num": WIDTH, "axis": 2}, "F", "works along an axis"),
-    ("Bitcast", {"input": image(), "type": np.int32}, "F", "a type of another size"),
+    ("Bitcast", {"input": image(), "type": np.int32}, "F", "a dtype of another size"),
     (
         "LRNGrad",
         {name: image().astype("f") for name in ("input_grads", "input_image", "output_image")},

@@ -97,7 +97,7 @@ class ResizedBicubic(RowMap):
         for axis in op.axes(op.node.out()):
             self.table(op, axis)
         if kinds[0] is TileKind.PARTIAL and not op.node.inputs[0].dtype.is_floating:
-            raise NotTileableError("a gradient that is no floating point number")
+            raise NotTileableError("a gradient of an integer dtype")
         return kinds[0]
 
     def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:

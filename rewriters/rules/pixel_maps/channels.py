@@ -98,11 +98,11 @@ def require_moved(op: OpView, image: Tensor, out: Tensor, moves: Mapping[int, in
     """Refuse a result whose axes lie in other dimensions than those to which the op moves them."""
     op.check_axes([image, out])
     if op.layout(image).batch_fold != op.layout(out).batch_fold:
-        raise NotTileableError("it takes images for pixels, or pixels for images")
+        raise NotTileableError("it folds pixels of an image into the batch, or unfolds them")
     for axis, dim in enumerate(op.layout(image).dims):
         moved = None if dim is None else moves.get(dim)
         if moved != op.dim(out, axis) and not op.extent(image, axis) == op.extent(out, axis) == 1:
-            raise NotTileableError("its result has its axes in other dimensions than the image")
+            raise NotTileableError("its result has another axis order than the image")
 
 
 def dims_of(op: OpView, position: int, rank: int) -> set[int]:
@@ -268,7 +268,7 @@ class Bitcast(AlongChannels):
     def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """Return `FULL`; the number of entries must not change."""
         if rank_of(op.node.inputs[0]) != rank_of(op.node.out()):
-            raise NotTileableError("a bitcast to a type of another size")
+            raise NotTileableError("a bitcast to a dtype of another size")
         return super().result_kind(op, kinds)
 
 
