@@ -111,8 +111,8 @@ class ReceptiveField:
         for tensor in (source, target):
             if not analysis.has_known_size(tensor):
                 raise RewriteError(
-                    f"`{tensor.name}` of shape {tensor.shape} is no image of static size whose axes follow from a "
-                    "convolution or pool. Begin and end the network at such an image."
+                    f"`{tensor.name}` of shape {tensor.shape} is not an image of static size, or no convolution or "
+                    "pooling determines its axes. Pass a network that begins and ends at such images."
                 )
         self._nodes = self._between()
         self.axes = [axis for axis, rows in enumerate(self._extents(source)) if rows > 1]
@@ -147,7 +147,7 @@ class ReceptiveField:
         others = {*range(len(node.inputs))}.difference(data, find_rule(node).shape_operands(self._analysis.view(node)))
         for position in sorted(others):
             if node.inputs[position] in after:
-                raise self._not_of_rows(node, f"it reads `{node.inputs[position].name}`, which all rows have a part in")
+                raise self._not_of_rows(node, f"it reads `{node.inputs[position].name}`, which depends on all rows")
         return [node.inputs[position] for position in data]
 
     def _data(self, node: Node) -> list[int]:
@@ -161,8 +161,7 @@ class ReceptiveField:
 
     def _not_of_rows(self, node: Node, why: str) -> RewriteError:
         return RewriteError(
-            f"`{node.name}` ({node.op}) does not make rows of rows: {why}. Parts of an image are not enough for it: "
-            "ask for the network up to it."
+            f"`{node.name}` ({node.op}) cannot run on tiles of an image: {why}. Pass a network that ends before it."
         )
 
     def _periods(self, axis: int) -> Mapping[tuple[Node, int], PeriodicNeed]:
@@ -214,8 +213,8 @@ class ReceptiveField:
                 lo, hi = wanted.get(tensor, (0, 0))
                 if lo < 0 or hi > self._extents(tensor)[axis]:
                     raise RewriteError(
-                        f"`{node.name}` ({node.op}) pads its image, and would pad a part of it inside the image. "
-                        "Networks without padding (padding='valid') can run on parts; use `SFTParams` to tile others."
+                        f"`{node.name}` ({node.op}) pads its image, and would pad tiles inside of the image, too. "
+                        "Use layers with padding='valid', or tile the network with `SFTParams`."
                     )
 
     @functools.cached_property
@@ -289,7 +288,10 @@ class _Walk:
             scales.add(self.scales[tensor] * need.advance / need.period)
             left = max(left, left_over)
         if len(scales) != 1:
-            raise RewriteError(f"`{node.name}` ({node.op}) reads images of different resolutions, or none.")
+            raise RewriteError(
+                f"`{node.name}` ({node.op}) reads images of different resolutions, or none. Pass a network that ends "
+                "before it."
+            )
         (scale,) = scales
         for index in range(len(node.outputs)):
             self.scales[node.out(index)], self.left[node.out(index)] = scale, left

@@ -55,17 +55,17 @@ def test_sample_parallel_of_other_cases_equals_whole_images(found_slowly, case, 
 def test_clipping_per_replica_differs_and_is_refused(found_slowly):
     clipped = found_slowly["clipped"]
     assert clipped["error"] > 1e-3
-    text = "`global_clipnorm` of the optimizer clips the gradients of each replica before they are added up"
+    text = "`global_clipnorm` of the optimizer clips the gradients of each replica, here of tiles, before they are"
     assert clipped["refusal"].startswith(text)
     assert "Received: global_clipnorm=0.01. Leave it out, or use one replica." in clipped["refusal"]
 
 
 def test_tiles_not_divisible_by_replicas_are_refused(found):
-    start = "`parts` must make a number of tiles that goes evenly to the 4 replicas of the model's strategy"
+    start = "The number of tiles in a batch must be a multiple of the 4 replicas of the model's strategy"
     any_number, two = found["uneven"]
     assert any_number.startswith(start) and two.startswith(start)
-    assert "Received: 3 tiles of an image, in batches of any number of images. Take a multiple of 4" in any_number
-    assert "Received: 3 tiles of an image, in batches of 2 images." in two
+    assert "`parts` of 3 tiles per image, in batches of any number of images. Use a multiple of 4" in any_number
+    assert "`parts` of 3 tiles per image, in batches of 2 images." in two
 
 
 # Cutting ------------------------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ def test_split_into_any_number_gives_smallest_tiles(levels, convolutions):
             try:
                 tiles = axis.split(rows, parts)
             except ValueError as error:
-                assert f"`parts` must be from 1 to {parts - 1}, the tiles that {rows} rows" in str(error)
+                assert f"`parts` must be from 1 to {parts - 1}: {rows} rows" in str(error)
                 break
             assert len(tiles) == parts
             assert [tile.first for tile in tiles] == [0, *(tile.last for tile in tiles[:-1])]
@@ -147,15 +147,15 @@ def test_sample_parallel_with_wrong_sizes_is_refused():
     refused("`loss_reduction` must be .* Received: loss_reduction='none'", loss_reduction="none")
     refused(r"a tf.data.Dataset of batches; of arrays it is tf.data.Dataset.from_tensor", data=[1], error=TypeError)
     refused(r"`parts` needs 2 numbers, one for each axis. Received: parts=\(4,\)", parts=(4,))
-    refused("`parts` must be from 1 to 11, the tiles that 30 rows of axis 1 can be .*Received: parts=12", parts=(1, 12))
+    refused("`parts` must be from 1 to 11: 30 rows of axis 1 .*Received: parts=12", parts=(1, 12))
     refused("`parts` must be from 1 to .* Received: parts=0", parts=(0, 1))
-    text = "`rows of the images` must be 10 or that and a multiple of 2.*=31. Nearest: 30 or 32"
+    text = "`rows of the images` must be 10 plus a multiple of 2.*=31. Nearest: 30 or 32"
     refused(text, data=of_arrays((30, 31), (22, 23)))
     text = r"`dataset` must have labels of 22 x 22 pixels, .* Received: labels of shape \(None, 30, 30, 1\)"
     refused(text, data=of_arrays(results=(30, 30)))
     text = r"`dataset` must have weights of 22 x 22 pixels, .* Received: weights of shape \(None,\)"
     refused(text, data=of_arrays(weights=[np.ones(2)]))
-    text = r"`dataset` must have batches \(images, labels\) or .* know the size of the images. Received: a data set of "
+    text = r"`dataset` must yield batches \(images, labels\) or .* images of static size. Received: a data set of "
     refused(text, data=of_arrays().map(lambda x, y: x))
     unknown = tf.TensorSpec((None, None, 30, 1)), tf.TensorSpec((None, 22, 22, 1))
     refused(text, data=tf.data.Dataset.from_generator(lambda: iter(()), output_signature=unknown))
@@ -166,7 +166,7 @@ def test_sample_parallel_of_unsuited_model_is_refused():
     image = keras.Input((None, None, 1))
     refused("pads its image", keras.Model(image, layers.Conv2D(1, 9, padding="same")(image)), error=RewriteError)
     normal = layers.BatchNormalization()(layers.Conv2D(1, 9)(image))
-    refused("does not make rows of rows", keras.Model(image, normal), error=RewriteError)
+    refused("cannot run on tiles of an image", keras.Model(image, normal), error=RewriteError)
     regular = layers.Conv2D(1, 9, activity_regularizer="l2", kernel_regularizer="l2")(image)
     refused("`model` has 1 loss.* of activations", keras.Model(image, regular))
 

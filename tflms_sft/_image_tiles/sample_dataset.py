@@ -163,8 +163,8 @@ def _specs(dataset: Any) -> tuple[Any, ...]:
         or None in specs[0].shape[1:]
     ):
         raise ValueError(
-            "`dataset` must have batches (images, labels) or (images, labels, weights) that are tensors, and know the "
-            f"size of the images. Received: a data set of {specs!r}."
+            "`dataset` must yield batches (images, labels) or (images, labels, weights) of dense tensors, with images "
+            f"of static size. Received: a data set of {specs!r}. Set the size with `tf.ensure_shape` in `dataset.map`."
         )
     return specs
 
@@ -174,8 +174,9 @@ def _pixels(model: Any, axes: Sequence[AxisTiling], sizes: Sequence[int]) -> tup
     shape = model.outputs[0].shape
     if len(shape) != len(model.inputs[0].shape) or axes[-1].dim != len(shape) - 2:
         raise ValueError(
-            "`model` must have an image and a result whose last dimension are channels, and the ones before rows. "
-            f"Received: an image of shape {model.inputs[0].shape}, a result of shape {shape}."
+            "`model` must have an image and a result of shape (batch, rows, ..., channels), of equal rank. Received: "
+            f"an image of shape {model.inputs[0].shape}, a result of shape {shape}. Pass a model without pooling or "
+            "flattening of the whole image."
         )
     pairs = zip(axes, sizes, strict=True)
     return _with_rows(shape[1:-1], {axis.dim: axis.result_rows(rows) for axis, rows in pairs})
@@ -209,17 +210,16 @@ def _check_replicas(model: Any, tiles: int, batch: int | None) -> None:
     if tiles * (batch or 1) % replicas:
         images = f"batches of {batch} images" if batch else "batches of any number of images"
         raise ValueError(
-            f"`parts` must make a number of tiles that goes evenly to the {replicas} replicas of the model's strategy: "
-            f"each takes a mean of its own. Received: {tiles} tiles of an image, in {images}. Take a multiple of "
-            f"{replicas} tiles, or batches of one size (drop_remainder=True) that makes them one."
+            f"The number of tiles in a batch must be a multiple of the {replicas} replicas of the model's strategy. "
+            f"Received: `parts` of {tiles} tiles per image, in {images}. Use a multiple of {replicas} tiles, or "
+            "batches of one suitable size (drop_remainder=True)."
         )
     optimizer = getattr(model, "optimizer", None)
     clipping = [name for name in _CLIPPING if getattr(optimizer, name, None) is not None]
     if replicas > 1 and clipping:
         raise ValueError(
-            f"`{clipping[0]}` of the optimizer clips the gradients of each replica before they are added up, which are "
-            f"those of tiles here. Received: {clipping[0]}={getattr(optimizer, clipping[0])!r}. Leave it out, or use "
-            "one replica."
+            f"`{clipping[0]}` of the optimizer clips the gradients of each replica, here of tiles, before they are "
+            f"added up. Received: {clipping[0]}={getattr(optimizer, clipping[0])!r}. Leave it out, or use one replica."
         )
 
 
@@ -228,16 +228,15 @@ def _check_layers(model: Any) -> None:
     if len(model.losses) > regularized:
         raise ValueError(
             f"`model` has {len(model.losses) - regularized} loss(es) of activations (`activity_regularizer` or "
-            "`add_loss`), and activations near the borders of tiles are there more than once. Leave them out."
+            "`add_loss`), which count activations near the borders of tiles more than once. Leave these losses out."
         )
 
 
 def _warn_of_randomness(draws: Sequence[str]) -> None:
     if draws:
         warnings.warn(
-            "`model` draws random numbers per tile, so more than once for pixels near the borders of tiles, and never "
-            f"for a whole image: {shortened(draws, _MAX_NAMES)}. It trains, but with other random numbers than on "
-            "whole images.",
+            "`model` draws random numbers per tile, so more than once for pixels near the borders of tiles: "
+            f"{shortened(draws, _MAX_NAMES)}. It trains, but with other random numbers than on whole images.",
             stacklevel=3,
         )
 
@@ -248,7 +247,7 @@ def _check_loss(model: Any, labels: Any, pixels: tuple[int, ...], loss_reduction
 
     losses = keras.tree.flatten(model.loss) if getattr(model, "compiled", False) else []
     if losses and loss_reduction == "mean" and _has_mask(model.outputs[0]):
-        _refuse_masks("a model whose result has a mask, as layers like `Masking` make it")
+        _refuse_masks("a model whose result has a mask, such as that of a layer `Masking`")
     if len(losses) != 1 or losses[0] in ("crossentropy", "ce"):  # Keras chooses these by the labels.
         return
     loss = keras.losses.get(losses[0])
@@ -263,9 +262,9 @@ def _check_loss(model: Any, labels: Any, pixels: tuple[int, ...], loss_reduction
     values, masked = _values_of(loss, (2, *pixels, *channels), (2, *pixels, model.outputs[0].shape[-1]))
     if values != (2, *pixels):
         raise ValueError(
-            "The loss must have a value for each pixel, so that each can count once. Received: a model that was "
-            f"compiled with {losses[0]!r}, whose values have the shape {values} for 2 images with results of "
-            f"{_shown(pixels)} pixels."
+            "The loss must have a value for each pixel. Received: a model that was compiled with "
+            f"{losses[0]!r}, whose values have the shape {values} for 2 images with results of {_shown(pixels)} "
+            "pixels. Use a loss that reduces over channels alone."
         )
     if loss_reduction == "mean" and masked:
         _refuse_masks(f"a model that was compiled with {losses[0]!r}")

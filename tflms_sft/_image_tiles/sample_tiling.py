@@ -91,10 +91,7 @@ class AxisTiling(ImageSizes):
         except ValueError as error:
             faults.append(str(error))
         if faults:
-            raise ValueError(
-                f"Rows {begin} to {end} of axis {self.axis} would not give what they give in the whole image: "
-                f"{'; '.join(faults)}"
-            )
+            raise ValueError(f"Rows {begin} to {end} of axis {self.axis} are not a valid tile: {'; '.join(faults)}")
 
     def tiles(self, rows: int, tile_rows: int) -> tuple[SampleTile, ...]:
         """Return tiles of a given size that cover the result of an image, each row taken from one tile.
@@ -112,8 +109,9 @@ class AxisTiling(ImageSizes):
         step = self.result_rows(tile_rows) // self._every
         if tile_rows < rows and not step:
             raise ValueError(
-                f"`tile_rows` must be at least {self._smallest_tile}: tiles begin {self._every} rows of the result "
-                f"apart, and {tile_rows} rows give {self.result_rows(tile_rows)}. Received: tile_rows={tile_rows}."
+                f"`tile_rows` must be at least {self._smallest_tile}, so that the results of adjacent tiles touch: "
+                f"tiles begin {self._every} rows of the result apart. Received: tile_rows={tile_rows}, which yields "
+                f"{self.result_rows(tile_rows)} rows of the result."
             )
         last = rows - tile_rows
         return self._beginning_at([*range(0, last, step * self.alignment or 1), last], tile_rows)
@@ -140,7 +138,7 @@ class AxisTiling(ImageSizes):
                 return self._beginning_at(begins, tile_rows)
         most = 1 + max(rows - self._smallest_tile, 0) // self.alignment
         raise ValueError(
-            f"`parts` must be from 1 to {most}, the tiles that {rows} rows of axis {self.axis} can be cut into. "
+            f"`parts` must be from 1 to {most}: {rows} rows of axis {self.axis} cannot be cut into more tiles. "
             f"Received: parts={parts!r}."
         )
 
@@ -245,8 +243,8 @@ def sample_tiling(model: Any, size: int | Sequence[int] | None = None, training:
     """
     if len(getattr(model, "inputs", None) or ()) != 1 or len(model.outputs) != 1:
         raise ValueError(
-            "`model` must be a Keras model of one image and one result. A subclassed one becomes that with "
-            f"keras.Model(image, model(image)). Received: model={model!r}."
+            f"`model` must be a functional Keras model with one image and one result. Received: model={model!r}. Wrap "
+            "a subclassed model: keras.Model(image, model(image))."
         )
     traced, draws = _first_that_runs(model, size, training)
     wasteful = {dim: view for dim, view in zip(traced.dims, traced.views, strict=True) if view.wasteful}
@@ -254,9 +252,9 @@ def sample_tiling(model: Any, size: int | Sequence[int] | None = None, training:
     for dim, view in wasteful.items():
         if dim not in left_open:
             raise ValueError(
-                f"`model` takes {view.extent} rows and leaves some over, first in {view.wasteful}, so that tiles would "
-                f"not give what the image gives. The nearest sizes of which nothing is left are {view.admissible} and "
-                f"{view.admissible + view.alignment}. Received: model={model!r}."
+                f"`model` has a fixed size of {view.extent} rows, of which {view.wasteful} drops the last ones, so "
+                f"that tiles would have other results. Received: model={model!r}. Build it for {view.admissible} or "
+                f"{view.admissible + view.alignment} rows, the nearest sizes without a remainder."
             )
     if wasteful:
         fitting = {dim: view.admissible for dim, view in zip(traced.dims, traced.views, strict=True)}
@@ -294,7 +292,7 @@ def _first_that_runs(model: Any, size: int | Sequence[int] | None, training: boo
             return _field(model, rows, training)
         except ValueError as error:  # Keras raises it for shapes that do not fit together.
             last = error
-    raise ValueError(f"`model` does not run. {tried} Keras's error: {' '.join(str(last).split())}") from last
+    raise ValueError(f"`model` cannot be traced. {tried} Keras's error: {' '.join(str(last).split())}") from last
 
 
 def _field(model: Any, rows: Sequence[int], training: bool) -> tuple[Any, tuple[str, ...]]:

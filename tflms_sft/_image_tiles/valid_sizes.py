@@ -80,8 +80,8 @@ class ImageSizes:
         if not self.admits(rows):
             nearest = " or ".join(map(str, _nearest(self, rows)))
             raise ValueError(
-                f"`{argument}` must be {self.smallest} or that and a multiple of {self.alignment}, so that nothing is "
-                f"left over. Received: {argument}={rows}. Nearest: {nearest}."
+                f"`{argument}` must be {self.smallest} plus a multiple of {self.alignment}, so that no layer drops "
+                f"rows. Received: {argument}={rows}. Nearest: {nearest}."
             )
 
 
