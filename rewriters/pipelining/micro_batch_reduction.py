@@ -27,7 +27,7 @@ class MicroBatchReduction(enum.Enum):
     SUM = "sum"
     CONCAT = "concatenated"
     SCALED_CONCAT = "concatenated, times their fraction of the batch"
-    LAST = "value after the last one"
+    LAST = "value of the last micro-batch"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,21 +91,21 @@ class ReductionChooser:
             growth = BatchGrowth((0,), 1)
         if growth is None:
             raise PipelineError(
-                f"{_shown(tensor)} is read or returned, and how its size depends on the batch size is unknown, so that "
-                f"micro-batches cannot be combined. Give the step a batch of known size. {_REMEDY}"
+                f"{_shown(tensor)} is returned or read by the update, but the dependence of its size on the batch "
+                f"size is unknown. Give the step a batch of known size. {_REMEDY}"
             )
         if not growth.axes:
             return self._of_one_value(tensor)
         if growth.axes != (0,):
             axes = " and ".join(map(str, growth.axes))
             raise PipelineError(
-                f"{_shown(tensor)} is read or returned, and has the batch along axis {axes}: micro-batches are "
-                "concatenated along the first. Transpose it, leave it out, or use `micro_batches=1`."
+                f"{_shown(tensor)} is returned or read by the update, and has the batch along axis {axes}, but rows "
+                "are concatenated along the first axis. Transpose it, leave it out, or use `micro_batches=1`."
             )
         if not sparse and growth.rows != 1:
             raise PipelineError(
-                f"{_shown(tensor)} is read or returned, and has several rows for each sample, whose order is "
-                "unknown. Return it with the batch as its first axis, or use `micro_batches=1`."
+                f"{_shown(tensor)} is returned or read by the update, and has several rows for each sample, whose "
+                "order is unknown. Return it with the batch as its first axis, or use `micro_batches=1`."
             )
         scaled = tensor in self._gradients and self._mean(tensor)
         return MicroBatchReduction.SCALED_CONCAT if scaled else MicroBatchReduction.CONCAT
@@ -116,9 +116,9 @@ class ReductionChooser:
             return MicroBatchReduction.MEAN if self._mean(tensor) else MicroBatchReduction.SUM
         if tensor.dtype.is_integer and self._is_mean(tensor) is False:
             return MicroBatchReduction.SUM
-        kind = "is no sum over the batch" if tensor.dtype.is_integer else "has no batch axis"
+        kind = "is not a sum over the batch" if tensor.dtype.is_integer else "has no batch axis"
         raise PipelineError(
-            f"{_shown(tensor)} is of type {tensor.dtype.name}, {kind}, and is read or returned, so that micro-batches "
+            f"{_shown(tensor)} is returned or read by the update, but has dtype {tensor.dtype.name} and {kind}, so it "
             f"cannot be combined. Leave it out. {_REMEDY}"
         )
 
@@ -129,8 +129,8 @@ class ReductionChooser:
         if tensor in self._gradients or tensor.node in self._backward:
             return self._gradients_are_means
         raise PipelineError(
-            f"{_shown(tensor)} is read or returned, and whether it is a sum or a mean over the batch is unknown. Leave "
-            f"it out, or declare it in `reductions`. {_REMEDY}"
+            f"{_shown(tensor)} is returned or read by the update, but may be a sum or a mean over the batch. Leave it "
+            f"out, or declare it in `reductions`. {_REMEDY}"
         )
 
 

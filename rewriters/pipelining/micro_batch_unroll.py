@@ -322,8 +322,8 @@ class _Unroller:
         other = self.spec.counterpart(node)
         if other is None or other.op != node.op:
             raise PipelineError(
-                f"The constant `{node.name}` of the step for a micro-batch does not exist in the step for the batch, "
-                "which is another one. Use `micro_batches=1`."
+                f"The constant `{node.name}` exists in the trace for a micro-batch, but not in that for the batch. "
+                "Make the step independent of the batch size, or use `micro_batches=1`."
             )
         return other.attrs["value"]
 

@@ -138,7 +138,7 @@ class _Assignment:
         if self.cuts and reached < self.last:
             names = [t.name for t in self.cuts[reached]]
             raise PipelineError(
-                f"A cut does not separate the network: no gradient depends on what follows {names}. "
+                f"A cut does not separate the network: no gradient depends on ops after {names}. "
                 "Cut at a tensor between the input and the loss."
             )
 
@@ -152,18 +152,15 @@ class _Assignment:
         node = tensor.node
         where = f"cut {number + 1} of {self.last}, `{tensor.name}` ({node.op}),"
         if node in self.analysis.backward or node in self.update:
-            part = "by the backward phase" if node not in self.update else "of what the update has changed"
-            raise PipelineError(f"The {where} is made {part}. Cut at tensors that layers make before.")
+            phase = "in the backward pass" if node not in self.update else "after the update of the weights"
+            raise PipelineError(f"The {where} is computed {phase}. Cut at outputs of layers in the forward pass.")
         if node not in self.of:
-            raise PipelineError(
-                f"The {where} is no tensor that a layer makes of data: before it there would be nothing to compute. "
-                "Cut after the first layer at the earliest."
-            )
+            raise PipelineError(f"The {where} leaves no layer in the stage before it. Cut at the output of a layer.")
         stage = self.of[node]
         if stage > number:
             raise PipelineError(
-                f"Cuts must be given from the input to the loss. The {where} depends on a later one. Reorder them, "
-                "or leave one out where each depends on the other, as if networks are gone through in both orders."
+                f"Cuts must be given from the input to the loss. The {where} depends on a later cut. Reorder them, "
+                "or leave one out if each depends on the other, as with networks that are called in both orders."
             )
         if stage < number:
             before = [t.name for t in self.cuts[number - 1]]

@@ -109,8 +109,8 @@ class _StepSplitter:
         seed = next((node for node in self.update if is_seed(node)), None)
         if seed is not None:
             raise PipelineError(
-                f"`{seed.name}` computes gradients after an update of the same step, and a pipeline has one backward "
-                "phase. Make each phase a step of its own."
+                f"`{seed.name}` computes gradients after an update of the same step, but a pipeline has one backward "
+                "pass. Split the step into one step per update."
             )
         self.update_handles = {h for node in self.update for h in variable_handles(node)}
 

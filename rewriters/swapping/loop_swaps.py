@@ -85,7 +85,7 @@ def saved_list(graph: Graph, tensor: Tensor, consumers: Consumers) -> SavedList 
     body = None if reader.loop is None else reader.loop.body
     pop = None if body is None else source_of(body.outputs[position]).node
     if body is None or pop is None or pop.op != "TensorListPopBack" or not _only_changed_by(body, position, pop):
-        return "the backward loop does more with the list than to remove its last element"
+        return "the backward loop does more with the list than remove its last element"
     if function_reads(graph, reader, "cond", position) or consumers.get(reader.out(position)):
         return "the list is read after the backward loop"
     if push.inputs[1].dtype in (tf.variant, tf.resource, tf.string):

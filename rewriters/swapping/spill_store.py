@@ -212,7 +212,9 @@ class SpillStore:
         try:
             pages = self._pages(held.file.fileno(), held.begin or 0, held.num_bytes)
         except OSError as error:
-            raise SpillError(f"Swapping in from {self.directory!r} failed: {error}") from None
+            raise SpillError(
+                f"Swapping in from {self.directory!r} failed: {error}. Pass another directory as `spill_dir=`."
+            ) from None
         with self._lock:
             self._record_peak()
             held.reads -= 1
@@ -292,7 +294,7 @@ class SpillStore:
         problem = "is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else f"cannot be written: {error.strerror}"
         return SpillError(
             f"The disk of {self.directory!r} {problem}. Swapping out `{name}` needs {needed} bytes, {free} are free. "
-            "Give another directory as `spill_dir=`, or swap fewer tensors."
+            "Pass another directory as `spill_dir=`, or swap fewer tensors."
         )
 
 
@@ -330,5 +332,5 @@ def _read_all(descriptor: int, into: memoryview, begin: int) -> None:
     while done < len(into):
         count = os.preadv(descriptor, [into[done:]], begin + done)
         if count == 0:
-            raise OSError(errno.EIO, "the file is shorter than what was written")
+            raise OSError(errno.EIO, "the file is shorter than the swapped tensor")
         done += count

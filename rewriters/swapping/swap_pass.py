@@ -232,7 +232,7 @@ class _SwapSelector:
             summation_order.is_order_sensitive(self.analysis, reader, tensor)
             for reader, _ in self.analysis.consumers[tensor]
         ):
-            self.left.append((tensor.name, "a sum reads it, whose order of additions swapping might change"))
+            self.left.append((tensor.name, "swapping might change the order of additions in a sum that reads it"))
             return None
         swap_ins: list[SwapIn] = []
         for reader in edges:
@@ -366,7 +366,7 @@ class InsertSwaps(GraphPass[SwapResult]):
         try:
             new.execution_order()
         except RewriteError as error:
-            raise RewriteError(f"Swapping would make the step wait for itself: {error}") from None
+            raise RewriteError(f"Swaps would create a cycle in the step. {error} Please report it.") from None
         return SwapResult(new, changed=True, swap_outs=done)
 
     def _insert_lists(self, new: Graph) -> list[_SwapOut]:

@@ -12,7 +12,7 @@ from tflms_sft import Pipeline, PipelineParams
 
 TOLERANCE = 1e-12
 ROWS, LONG = tf.TensorSpec((None, 3), "float64"), tf.TensorSpec((None, None, 3), "float64")
-INDEXED = "does not depend on its data and differs between samples"
+INDEXED = "an entry for each sample that does not depend on the data"
 NO_POWER = "computes with .*which depends on the batch size in a way"
 mean = tf.reduce_mean
 
@@ -158,7 +158,9 @@ def test_layer_that_branches_on_batch_size_under_fit_is_refused():
 def test_open_batch_without_example_is_refused_with_remedy(as_concrete):
     step = Step(lambda s, rows, x: mean(rows)).open
     function = step.get_concrete_function() if as_concrete else step
-    with pytest.raises(PipelineError, match="batch size of the step is open, and 4 micro-batches .* example arguments"):
+    with pytest.raises(
+        PipelineError, match="batch size of the step is unknown, but 4 micro-batches .* example arguments"
+    ):
         tflms_sft.rewrite(function, PipelineParams(1, "basic", 4, ["CPU:0"]))
 
 
@@ -284,7 +286,7 @@ def test_results_of_written_variable_and_size_are_refused(result):
         return mean(rows)
 
     step = Step(loss, result=lambda s, x: result(s, real(tf.shape(x)[0])))
-    with pytest.raises(PipelineError, match=f"is computed from a variable that micro-batches write and|{NO_POWER}"):
+    with pytest.raises(PipelineError, match=f"combines a variable that micro-batches write with|{NO_POWER}"):
         step.rewritten([batch(8)], "known")
     step = Step(loss, result=lambda s, x: tf.sqrt(2 * s.seen + 1))
     assert step.error(step.rewritten([batch(8)], "known"), [[batch(8)]] * 2) < TOLERANCE

@@ -121,7 +121,7 @@ def test_counter_that_seeds_noise_counts_steps(is_per_sample):
         return value, counter.read_value(), flip
 
     if is_per_sample:
-        with pytest.raises(PipelineError, match="does not depend on its data and differs between samples"):
+        with pytest.raises(PipelineError, match="an entry for each sample that does not depend on the data"):
             judge(step)
     else:
         assert same(step, [w, counter], steps=3) == ()

@@ -129,7 +129,7 @@ def test_op_without_rule_is_noted():
 def test_check_of_all_samples_is_noted():
     """As Keras's hinge loss looks whether all labels are 0 or 1."""
     notes = judge(step_of(lambda x, w, _: mean(tf.where(tf.reduce_all(x > -9), net(x, w), x)))[0]).notes
-    assert notes == ("assumed to keep samples apart, without a rule: `All` (All)",)
+    assert notes == ("assumed to keep samples independent, without a rule: `All` (All)",)
 
 
 def test_resized_images_are_per_sample():

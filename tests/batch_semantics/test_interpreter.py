@@ -83,7 +83,7 @@ POSITIONS = {
 
 @pytest.mark.parametrize("name", POSITIONS)
 def test_lookups_and_draws_by_sample_number_are_refused(name):
-    assert "differs between samples" in Step(POSITIONS[name]).refused()
+    assert "an entry for each sample" in Step(POSITIONS[name]).refused()
 
 
 WRITES = {
@@ -174,7 +174,7 @@ PYTHON = {
 
 @pytest.mark.parametrize("name", PYTHON)
 def test_python_that_decides_by_the_batch_size_is_refused(name):
-    assert "Python code decides by the batch size" in Step(PYTHON[name]).refused()
+    assert "Python code of the step depends on the batch size" in Step(PYTHON[name]).refused()
 
 
 def test_rows_of_a_shared_lookup_are_not_returned_for_one_micro_batch():

@@ -97,11 +97,11 @@ def test_data_replicas_with_uneven_batch_equal_plain_fit():
 def test_first_batch_of_uneven_size_is_refused_before_it_runs():
     """And the model is as it was."""
     callback = Pipeline(CUTS, "gpipe", 4, HERE, verbose=0)
-    text = "6 samples do not make 4 micro-batches. .* a `batch_size` that is one, and no larger than the number of"
+    text = "must divide the batch size. Received: a batch of 6, .* Use batches whose size is a multiple of 4"
     with pytest.raises(ValueError, match=text):
         fitted([callback], size=6)
     assert callback.plan is None
-    with pytest.raises(ValueError, match="8 samples do not make 3 micro-batches. Received: micro_batches=3"):
+    with pytest.raises(ValueError, match="Received: a batch of 8, micro_batches=3"):
         fitted([Pipeline(CUTS, "gpipe", 3, HERE, verbose=0)], size=22)
 
 

@@ -183,9 +183,9 @@ def test_last_batch_on_two_machines_equals_plain(found):
 
 def test_swaps_and_measurements_on_other_machines_are_refused(found):
     kind, text = found["disk"]
-    assert kind == "SwapError" and "The step is also on other machines, /job:worker/replica:0/task:0" in text
+    assert kind == "SwapError" and "The step also runs on other machines, /job:worker/replica:0/task:0" in text
     kind, text = found["disk in stages"]
-    assert kind == "SwapError" and "The step is also on other machines, /job:worker/replica:0/task:0" in text
+    assert kind == "SwapError" and "The step also runs on other machines, /job:worker/replica:0/task:0" in text
     assert found["tiles in stages"]["error"] < 1e-10 and found["tiles in stages"]["devices"] == 4
     kind, text = found["measure"]
     assert kind == "RewriteError" and "whose memory cannot be measured" in text
@@ -284,7 +284,7 @@ def test_missing_of_various_servers_gives_reasons():
         found = reachability.missing(asked, 0.5)
     assert found.keys() == {"silent", "other", "nobody", "unknown"}
     assert found["silent"] == "no answer within 0.5 s" and found["nobody"] == "Connection refused"
-    assert found["other"] == "another program than a worker answers there"
+    assert found["other"] == "a program that is not a worker answers there"
 
 
 def test_wait_for_late_worker_returns_nothing():
@@ -402,7 +402,7 @@ def test_worker_command_with_unreadable_arguments_is_refused(arguments, capsys):
 
 
 def test_stage_devices_of_unconnected_machine_is_refused():
-    with pytest.raises(ValueError, match="Those of other machines are there after `tflms_sft.connect"):
+    with pytest.raises(ValueError, match="Connect to the other machines with `tflms_sft.connect"):
         tflms_sft.stage_devices(_small(), 2, ["CPU:0", "/job:worker/task:0/device:CPU:0"])
     assert PipelineParams(CUTS, devices=[f"/job:worker/task:{n}/device:CPU:0" for n in range(4)]).num_stages == 4
     assert machine_of("/job:worker/task:0/device:CPU:0") == ""

@@ -155,7 +155,7 @@ def test_swap_params_directory_in_memory_is_replaced_or_noted(tmp_path, monkeypa
     monkeypatch.setattr("tflms_sft._planner.swap_planner.is_in_memory", lambda path: True)
     callback = swapping(tmp_path)
     net().fit(X, Y, callbacks=[callback], **SETTINGS)
-    assert f"{str(tmp_path)!r} is in memory, so that swapping there saves none" in callback.plan.notes[-1]
+    assert f"{str(tmp_path)!r} is in memory, so swapping to it saves no memory" in callback.plan.notes[-1]
 
 
 def test_parse_request_swaps_before_tiles_is_refused(tmp_path):

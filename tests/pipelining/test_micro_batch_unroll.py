@@ -194,7 +194,9 @@ def test_batch_norm_is_refused_or_equals_accumulation_loop():
                        r'`batch_norm="micro"`'):  # fmt: skip
         in_parts(step, 4, *batches(1)[0])
     rewritten = in_parts(train_step(model), 4, *batches(1)[0], batch_norm="micro")
-    assert "mix samples of a micro-batch, not of the batch" in rewritten.plan.summary()
+    assert (
+        "computed per micro-batch, as with gradient accumulation, because they mix samples" in rewritten.plan.summary()
+    )
     counted = len(model.metrics_variables)
     got = run(model, rewritten, batches())[-len_of(model) : -counted]
     want = run(model, accumulating_step(model, 4), batches())[-len_of(model) : -counted]
@@ -279,9 +281,9 @@ def test_dropout_draws_per_micro_batch():
 
 def test_uneven_known_batch_is_refused():
     step = hand_step(compiled(net(HERE), "momentum"))
-    with pytest.raises(ValueError, match="8 samples do not make 3 micro-batches. Received: micro_batches=3"):
+    with pytest.raises(ValueError, match="Received: a batch of 8, micro_batches=3"):
         in_parts(step, 3, *batches(1)[0])
-    with pytest.raises(PipelineError, match="traced for a fixed batch, .* Pass the `tf.function` with example"):
+    with pytest.raises(PipelineError, match="traced for a fixed batch size, .* Pass the `tf.function` with example"):
         in_parts(step.get_concrete_function(*specs()), 2)
 
 
@@ -309,9 +311,7 @@ def test_two_updates_and_shared_state_are_refused():
         w.assign_sub(tape.gradient(loss, w))
         return loss
 
-    with pytest.raises(
-        PipelineError, match="computes gradients after an update of the same step, .* Make each phase a step"
-    ):
+    with pytest.raises(PipelineError, match="computes gradients after an update of the same step, .* Split the step"):
         in_parts(tf.function(lambda x: (descend(x), descend(x))), 2, np.ones((4, 3)))
 
     @tf.function

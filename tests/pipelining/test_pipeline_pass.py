@@ -271,7 +271,7 @@ def test_plan_lists_stages_slots_times_and_bytes():
         assert part in text
     assert told.simulation().seconds == pytest.approx(told.seconds)
     page = plan.to_html()
-    assert "What each device runs over one training step" in page and "sent forward" in page
+    assert "Work of each device over one training step" in page and "sent forward" in page
     assert json.loads(plan.to_json())["pipeline"]["stages"][1]["exit"] == "stage1"
 
 
@@ -324,9 +324,13 @@ def test_stage_cuts_prefer_pooling():
     [
         ({"stages": ["stage0", "stgae1"]}, tflms_sft.SegmentError, "`stages` names nothing in the step.*'stage1'"),
         ({"stages": ["stage1", "stage0"]}, PipelineError, "must be given from the input to the loss"),
-        ({"stages": 40}, PipelineError, "`stages` asks for 40 stages, and this network can be cut at"),
-        ({"stages": CUTS, "devices": None}, ValueError, "4 devices are needed, .* This program has 1"),
-        ({"stages": CUTS, "devices": ["CPU:0"] * 3 + ["GPU:7"]}, ValueError, "`devices` names .'GPU:7'., which this"),
+        ({"stages": 40}, PipelineError, "`stages` must be at most .* Received: stages=40"),
+        ({"stages": CUTS, "devices": None}, ValueError, "needs 4 devices, .* This program has 1"),
+        (
+            {"stages": CUTS, "devices": ["CPU:0"] * 3 + ["GPU:7"]},
+            ValueError,
+            "`devices` must name .* Received: .'GPU:7'.",
+        ),
     ],
 )
 def test_unsupported_pipelines_are_refused(params, error, text):
@@ -445,8 +449,8 @@ def of_two_images():
     ("model", "error", "text"),
     [
         (lambda: 3, TypeError, "`model` must be a Keras model. Received: model=3"),
-        (lambda: keras.Sequential([keras.layers.Dense(3)]), ValueError, "`model` is not built"),
-        (lambda: compiled(net(HERE), "adam"), ValueError, "The optimizer of `model` is built: its slots would stay"),
+        (lambda: keras.Sequential([keras.layers.Dense(3)]), ValueError, "`model` must be built"),
+        (lambda: compiled(net(HERE), "adam"), ValueError, "The optimizer of `model` is built, so its slots would stay"),
     ],
 )
 def test_stage_devices_refuses_unsupported_models(model, error, text):
@@ -465,7 +469,7 @@ def test_stage_devices_takes_inputs_for_a_subclassed_model():
 
     model = Own()
     model(np.ones((2, 5)))
-    with pytest.raises(TypeError, match="does not tell what it is called with"):
+    with pytest.raises(TypeError, match="`model` must declare its inputs"):
         tflms_sft.stage_devices(model, ["first"], HERE[:2])
     assert tflms_sft.stage_devices(model, ["first"], HERE[:2], inputs=np.ones((2, 5))) == ("first",)
 

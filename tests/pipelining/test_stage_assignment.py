@@ -208,10 +208,10 @@ def two_branches():
     [
         (["left", "right"], r"does not separate the network: the cut 2 of 2, `right:0` \(Tanh\), does not depend on the"
          r" one before it, \['left:0'\]. Cut at tensors that follow each other"),
-        (["left", "stem"], r"from the input to the loss. The cut 1 of 2, `left:0` \(Tanh\), depends on a later one"),
-        (["x"], "cut 1 of 1, `x:0` .* is no tensor that a layer makes of data.* Cut after the first layer"),
-        ([".*TanhGrad"], "is made by the backward phase. Cut at tensors that layers make before"),
-        (["stem", "aside"], "no gradient depends on what follows"),
+        (["left", "stem"], r"from the input to the loss. The cut 1 of 2, `left:0` \(Tanh\), depends on a later cut"),
+        (["x"], "cut 1 of 1, `x:0` .* leaves no layer in the stage before it"),
+        ([".*TanhGrad"], "is computed in the backward pass. Cut at outputs of layers"),
+        (["stem", "aside"], "no gradient depends on ops after"),
     ],
 )  # fmt: skip
 def test_invalid_cuts_are_refused(names, text):

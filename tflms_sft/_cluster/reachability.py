@@ -65,13 +65,13 @@ def _failure(address: str, seconds: float) -> str:
                 connection.settimeout(max(end - time.monotonic(), 0.01))
                 part = connection.recv(_HEADER_BYTES - len(header))
                 if not part:
-                    return "another program than a worker answers there"
+                    return "a program that is not a worker answers there"
                 header += part
     except TimeoutError:
         return f"no answer within {seconds:.2g} s"
     except OSError as error:
         return error.strerror or type(error).__name__
-    return "" if header[3] == _SETTINGS else "another program than a worker answers there"
+    return "" if header[3] == _SETTINGS else "a program that is not a worker answers there"
 
 
 def fail_fast() -> None:

@@ -147,9 +147,9 @@ class PipelineParams:
     def _check_declared(self) -> None:
         if self.has_declarations and self.batch_norm == "micro":
             raise ValueError(
-                '`per_sample` and `reductions` are confirmed against the original step, which `batch_norm="micro"` '
-                "changes. Use one of the two. "
-                f"Received: per_sample={self.per_sample!r}, reductions={self.reductions!r}."
+                '`per_sample` and `reductions` cannot be combined with `batch_norm="micro"`, which changes the results '
+                f"that they are checked against. Received: per_sample={self.per_sample!r}, "
+                f"reductions={self.reductions!r}. Use one of the two."
             )
         names = self.per_sample
         if names is not None:
@@ -162,7 +162,8 @@ class PipelineParams:
         if reductions is not None:
             if not isinstance(reductions, dict) or not all(isinstance(name, str) for name in reductions):
                 raise TypeError(
-                    f"`reductions` must be a dict by names of outputs. Received: reductions={reductions!r}."
+                    '`reductions` must be a dict from names of outputs to "mean", "sum" or "rows". Received: '
+                    f"reductions={reductions!r}."
                 )
             if not {*reductions.values()} <= {*REDUCTIONS}:
                 raise ValueError(

@@ -15,6 +15,7 @@ from rewriters.ir.graph import Node
 from rewriters.pipelining.micro_batch_reduction import MicroBatchReduction
 from rewriters.step_importer import StepImporter
 from tflms_sft._trace.layer_names import LayerRecord
+from tflms_sft._util.text import nearest
 
 _REDUCTIONS = {
     "mean": MicroBatchReduction.MEAN,
@@ -42,8 +43,10 @@ def declared_ops(analysis: GraphAnalysis, record: LayerRecord, names: Sequence[s
             if node.name == name or ((call := record.call_of(node.name)) is not None and call.layer == name)
         }
         if not group:
+            known = list(dict.fromkeys(call.layer for call in record.calls))
             raise PipelineError(
-                f"`per_sample` names {name!r}, which is no layer or op of the step. Received: per_sample={names!r}."
+                f"`per_sample` must name layers or ops of the step. Received: per_sample={names!r}, of which {name!r} "
+                f"is unknown. {nearest(name, known, [node.name for node in analysis.order])}"
             )
         ops |= group
     return ops
@@ -59,8 +62,8 @@ def declared_reductions(concrete_fn: Any, reductions: Mapping[str, str]) -> dict
     unknown = [name for name in reductions if name not in names]
     if unknown or (reductions and len(names) != len(concrete_fn.outputs)):
         raise PipelineError(
-            f"`reductions` names {unknown or list(reductions)}, and the outputs of the step are {names}. "
-            f"Received: reductions={dict(reductions)!r}."
+            f"`reductions` must name outputs of the step: {names}. Received: reductions={dict(reductions)!r}, of which "
+            f"{unknown or list(reductions)} cannot be found."
         )
     return {names.index(name): _REDUCTIONS[how] for name, how in reductions.items()}
 
@@ -120,7 +123,7 @@ def check_declarations(original: Any, importer: StepImporter, sizes: Mapping[int
         is_output = position < outputs_count
         what = f"output {position}" if is_output else f"variable {variables[position - outputs_count].name!r}"
         raise PipelineError(
-            f"The step in micro-batches is not the original step: on random data {what} differs by {error:.2g} of its "
+            f"With micro-batches the step has other results: on random data {what} differs by {error:.2g} of its "
             "largest value. Correct `per_sample` or `reductions`, or use `micro_batches=1`."
         )
 
@@ -158,8 +161,8 @@ def _random_data(spec: tf.TensorSpec, leading: int | None) -> tf.Tensor:
     if spec.dtype.is_integer or spec.dtype.is_bool:
         return tf.cast(generator.integers(0, 2, size=shape), spec.dtype)
     raise PipelineError(
-        f"`per_sample` and `reductions` are checked on random data, and an argument has dtype {spec.dtype.name}. Pass "
-        "numbers, or leave the declarations out."
+        f"`per_sample` and `reductions` are checked on random numbers. Received: an argument of dtype "
+        f"{spec.dtype.name}. Pass numbers, or leave out `per_sample` and `reductions`."
     )
 
 

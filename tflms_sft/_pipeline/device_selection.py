@@ -26,12 +26,12 @@ def find_devices(names: Sequence[str]) -> list[str]:
     missing = [name for name in names if parse_device(name) not in known]
     if missing:
         afar = any(parse_device(name).job != "localhost" for name in missing)
-        hint = "Logical devices are made by `tf.config.set_logical_device_configuration`"
+        hint = "Create logical devices with `tf.config.set_logical_device_configuration`"
         if afar:
-            hint = "Those of other machines are there after `tflms_sft.connect(...)`"
+            hint = "Connect to the other machines with `tflms_sft.connect(...)`"
         raise ValueError(
-            f"`devices` names {missing}, which this program does not have. It has: {list(known.values())}. {hint}, "
-            "before anything else is done."
+            f"`devices` must name devices of this program: {list(known.values())}. Received: {missing}. {hint}, before "
+            "any other use of TensorFlow."
         )
     return [known[parse_device(name)] for name in names]
 
@@ -49,7 +49,7 @@ def select_devices(params: PipelineParams, num_stages: int) -> list[str]:
     needed = num_stages * params.data_replicas
     if len(known) < needed:
         raise ValueError(
-            f"`devices` was not given, and {needed} devices are needed, one for each stage of each data replica. "
-            f"This program has {len(known)}: {known}. Ask for fewer stages, or name devices, one several times maybe."
+            f"The pipeline needs {needed} devices, one for each stage of each data replica. This program has "
+            f"{len(known)}: {known}. Use fewer stages, or pass `devices=`, which may name a device several times."
         )
     return known[:needed]

@@ -150,8 +150,8 @@ class _Check:
         )
         if node is not None:
             raise PipelineError(
-                f"Gradients go through a loop, {self.names.of(node)}, whose forward phase a pipeline cannot separate "
-                "from the backward phase. Unroll it (`unroll=True` of a recurrent layer), or use `micro_batches=1`."
+                f"Gradients go through a loop, {self.names.of(node)}, whose forward pass a pipeline cannot separate "
+                "from the backward pass. Unroll it (`unroll=True` of a recurrent layer), or use `micro_batches=1`."
             )
         node = next((n for n in order if is_xla_call(n)), None)
         if node is not None:
@@ -208,15 +208,13 @@ class _Check:
         notes: tuple[str, ...] = ()
         if mixing and self.params.batch_norm == "refuse":
             raise PipelineError(
-                "With several micro-batches these compute something else, because they mix samples of the batch: "
-                f'{names.all(mixing)}. Pass `batch_norm="micro"`, with which they work on micro-batches as in a loop '
-                "that accumulates gradients, or use `micro_batches=1`."
+                "With several micro-batches some results would change, because they mix samples of the batch: "
+                f'{names.all(mixing)}. Pass `batch_norm="micro"`, which computes them per micro-batch, as gradient '
+                "accumulation does, or use `micro_batches=1`."
             )
         if mixing:
-            notes += (
-                "mix samples of a micro-batch, not of the batch, as in a loop that accumulates gradients: "
-                f"{names.all(mixing)}",
-            )
+            shown = names.all(mixing)
+            notes += (f"computed per micro-batch, as with gradient accumulation, because they mix samples: {shown}",)
         if report.inexact_metrics:
             metrics = names.all(report.inexact_metrics)
             notes += (f"a metric may differ, because it does not add up over micro-batches: {metrics}",)
@@ -226,9 +224,9 @@ class _Check:
         """Refuse values that do not depend on data and differ between samples, such as sample numbers."""
         for node, tensor in self.report.indexed.items():
             raise PipelineError(
-                f"{self.names.of(node)} reads `{tensor.name}` ({tensor.node.op}), which is as long as the batch, "
-                "does not depend on its data and differs between samples, such as sample numbers or noise of a fixed "
-                "seed. Pass it as an argument of the step, or use `micro_batches=1`."
+                f"{self.names.of(node)} reads `{tensor.name}` ({tensor.node.op}), which has an entry for each sample "
+                "that does not depend on the data, such as a sample number or noise of a fixed seed. Pass it as an "
+                "argument of the step, or use `micro_batches=1`."
             )
 
     def refuse_sizes(self) -> None:
@@ -253,8 +251,8 @@ class _Check:
                 is_ignored = name.startswith("_") or name in _TRACE_ATTRIBUTES
                 if here != whole and here.WhichOneof("value") in ("b", "f", "s") and not is_ignored:
                     raise PipelineError(
-                        f"{self.names.of(node)} has another `{name}` for a micro-batch than for the batch. Compute it "
-                        "from what does not depend on the batch size, or use `micro_batches=1`."
+                        f"{self.names.of(node)} has another `{name}` for a micro-batch than for the batch. Make it "
+                        "independent of the batch size, or use `micro_batches=1`."
                     )
 
     def refuse_gradients(self) -> None:
@@ -310,14 +308,14 @@ class _Check:
         report, graph = self.report, self.analysis.graph
         if report.size_dependent_state:
             raise PipelineError(
-                f"`{report.size_dependent_state[0].name}` is computed from a variable that micro-batches write and "
-                "from the batch size, which is another one in each of them. Return both, or write the size to a "
-                "variable too, or use `micro_batches=1`."
+                f"`{report.size_dependent_state[0].name}` combines a variable that micro-batches write with the batch "
+                "size, which differs for a micro-batch. Return both, write the size to a variable too, or use "
+                "`micro_batches=1`."
             )
         if report.scaled_rows:
             raise PipelineError(
-                f"`{report.scaled_rows[0].name}` has rows for samples that scale with the batch size, so that those of "
-                "a micro-batch differ. Return it before the size is applied, or use `micro_batches=1`."
+                f"Rows of `{report.scaled_rows[0].name}` are multiplied by a power of the batch size, which differs "
+                "for a micro-batch. Return them without this factor, or use `micro_batches=1`."
             )
         outputs = [t for position, t in enumerate(graph.outputs) if position not in self.reductions]
         before = ancestors(t.node for t in outputs) if report.adds_invariant else set()
@@ -329,7 +327,7 @@ class _Check:
         """Return notes about ops and reductions that are unknown."""
         notes: tuple[str, ...] = ()
         if self.report.unknown:
-            notes += (f"assumed to keep samples apart, without a rule: {self.names.all(self.report.unknown)}",)
+            notes += (f"assumed to keep samples independent, without a rule: {self.names.all(self.report.unknown)}",)
         undecided = [t for t, exponent in self.report.exponents.items() if exponent is None]
         if undecided:
             shown = shortened([f"`{t.name}`" for t in undecided], _MAX_NAMES)

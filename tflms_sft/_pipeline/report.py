@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from tflms_sft._trace.batch_traces import BatchTraces
 
 
-WITH_THE_SLOT = "the slot before"
+WITH_THE_SLOT = "the previous slot"
 """After what a swap-in starts that nothing in its own slot holds back."""
 
 

@@ -75,11 +75,11 @@ def _check_model(model: Any) -> None:
     if not isinstance(model, keras.Model):
         raise TypeError(f"`model` must be a Keras model. Received: model={model!r} of type {type(model).__name__}.")
     if not model.built:
-        raise ValueError("`model` is not built, so that it has no variables yet. Call it once, or `model.build(...)`.")
+        raise ValueError("`model` must be built, because it has no variables yet. Call it once, or `model.build(...)`.")
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and getattr(optimizer, "built", False):
         raise ValueError(
-            "The optimizer of `model` is built: its slots would stay where the weights were. Call `stage_devices` "
+            "The optimizer of `model` is built, so its slots would stay on the previous device. Call `stage_devices` "
             "before training, and compile the model again afterwards."
         )
 
@@ -89,8 +89,8 @@ def _specs(model: Any, inputs: Any) -> Any:
         return tf.nest.map_structure(lambda value: tf.TensorSpec(value.shape, value.dtype), inputs)
     if not getattr(model, "inputs", None):
         raise TypeError(
-            f"`model` does not tell what it is called with. Received: model={model!r}. Pass example `inputs`, or "
-            "`tf.TensorSpec`s of them."
+            f"`model` must declare its inputs, or `inputs` must be given. Received: model={model!r}. Pass example "
+            "`inputs`, or `tf.TensorSpec`s of them."
         )
     specs = [tf.TensorSpec((t.shape[0] or _BATCH, *t.shape[1:]), t.dtype) for t in model.inputs]
     # Before a `Sequential` is called it knows its `inputs`, and no `input`.

@@ -157,8 +157,8 @@ def check_here(traced: TracedStep, devices: Iterable[str] = ()) -> None:
     remote = sorted({*remote_devices(traced.concrete_fn), *filter(machine_of, devices)})
     if remote:
         raise SwapError(
-            f"The step is also on other machines, {shortened(remote, MAX_REASONS)}. Their tensors would be swapped to "
-            "the disk or host memory of this one, through the network. Swap in programs that use local devices only."
+            f"The step also runs on other machines, {shortened(remote, MAX_REASONS)}, whose tensors would be swapped "
+            "to this machine through the network. Use swaps only in programs with local devices."
         )
 
 
@@ -171,8 +171,8 @@ def make_tier(params: SwapParams) -> HostTier | DiskTier:
     has_host = properties.name().startswith("GPU") or len(tf.config.list_logical_devices("CPU")) > 1
     if params.tier == "host" and not has_host:
         raise SwapError(
-            '`tier="host"` needs an accelerator: on a machine without one host memory is the device\'s own. '
-            'Use `tier="disk"`.'
+            '`tier="host"` needs an accelerator: without one, host memory is the memory of the device. Use '
+            '`tier="disk"`.'
         )
     return HostTier() if _is_host_tier(params) else DiskTier(SpillStore(params.directory, params.page_cache))
 
@@ -239,7 +239,7 @@ def notes(tier: HostTier | DiskTier) -> tuple[str, ...]:
     if isinstance(tier, DiskTier) and is_in_memory(tier.store.directory):
         directory = repr(tier.store.directory)
         return (
-            f"{directory} is in memory, so that swapping there saves none: pass a directory on disk as `spill_dir`",
+            f"{directory} is in memory, so swapping to it saves no memory: pass a directory on disk as `spill_dir`",
         )
     return ()
 
@@ -320,17 +320,17 @@ def _nothing(analysis: GraphAnalysis, params: SwapParams, plan: SwapPlan, batch:
     candidates = plan_swaps(analysis, everything, batch).swaps
     if plan.left:
         shown = "; ".join(f"`{name}`: {reason}" for name, reason in plan.left[:MAX_REASONS])
-        return f"Nothing can be swapped. {shown}. Lower `lb` or raise `ub`."
+        return f"No tensor can be swapped: {shown}. Lower `lb` or raise `ub`."
     if not candidates:
         return (
-            "Nothing can be swapped: no forward op has a result that the backward pass reads much later. Pass a step "
-            "that computes gradients, with layers between a tensor and its last consumer."
+            "No tensor can be swapped: the backward pass reads no result of a forward op much later. Pass a step that "
+            "computes gradients, with layers between a tensor and its last consumer."
         )
     largest = max(swap.tensor.num_bytes(batch) for swap in candidates)
     return (
-        f"Nothing is swapped: {len(candidates)} tensor(s) could be, the largest of {format_bytes(largest)}, but "
-        f"scopes, types, the starting point or `min_bytes` ({format_bytes(params.options().min_bytes)}) exclude all."
-        " Widen them."
+        f"The parameters exclude all {len(candidates)} tensor(s) that could be swapped, the largest of "
+        f"{format_bytes(largest)}. Lower `min_bytes` ({format_bytes(params.options().min_bytes)}), or widen scopes, "
+        "types or the starting point."
     )
 
 

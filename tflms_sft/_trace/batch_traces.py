@@ -19,8 +19,8 @@ from tflms_sft._trace.layer_names import LayerRecord
 from tflms_sft._trace.step_tracing import batch_of, is_concrete, spec_of, trace_step
 
 _OPEN_BATCH = (
-    "The batch size of the step is open, and {} micro-batches need one that is known. Pass the "
-    "`tf.function` with example arguments to `rewrite`, or use `micro_batches=1`."
+    "The batch size of the step is unknown, but {} micro-batches need a known one. Pass the `tf.function` with example "
+    "arguments to `rewrite`, or use `micro_batches=1`."
 )
 
 
@@ -93,13 +93,13 @@ def trace(step: Any, params: PipelineParams, args: Any, kwargs: Any, batch: int 
         return dataclasses.replace(open_step, known=known)
     if is_concrete(step) or getattr(step, "input_signature", None) is not None:
         raise PipelineError(
-            f"`step` is traced for a fixed batch, and {count} micro-batches need it traced for a part of one. Pass the "
-            "`tf.function` with example arguments and no `input_signature`, or trace it with a batch of `None`."
+            f"`step` is traced for a fixed batch size, but {count} micro-batches need a trace for a micro-batch. Pass "
+            "the `tf.function` with example arguments and no `input_signature`, or trace it with a batch of `None`."
         )
     specs = tf.nest.map_structure(spec_of, (args, kwargs))
     batch = batch_of(specs) if declared is None else _size_of(declared, leading)
     if batch is None:
-        raise PipelineError("No argument of the step has a batch axis, so there are no micro-batches. Use 1.")
+        raise PipelineError("Micro-batches need an argument of the step with a batch axis. Use `micro_batches=1`.")
     require_even(params, batch)
     return _with_part(step, whole, params, _of_size(whole, specs, batch, batch // count, declared), declared, batch)
 
@@ -113,10 +113,10 @@ def require_even(params: PipelineParams, batch: int) -> None:
     count = params.total_micro_batches
     if batch % count:
         raise ValueError(
-            f"`micro_batches` must divide the batch size: {batch} samples do not make {count} micro-batches. "
-            f"Received: micro_batches={params.micro_batches}, data_replicas={params.data_replicas}. Use batches whose "
-            f"size is a multiple of {count}; under `fit` a `batch_size` that is one, and no larger than the number of "
-            "samples. Only a later batch may have another size, if the step is traced for any (`None`), as by `fit`."
+            f"`micro_batches` times `data_replicas` must divide the batch size. Received: a batch of {batch}, "
+            f"micro_batches={params.micro_batches}, data_replicas={params.data_replicas}. Use batches whose size is a "
+            f"multiple of {count}; only later batches of a step that is traced for any size (`None`), as by `fit`, may "
+            "have another size."
         )
 
 
@@ -231,9 +231,9 @@ def _explain_retrace_errors(samples: int) -> Iterator[None]:
         raise
     except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
         raise PipelineError(
-            f"To find values that depend on the batch size, the step is traced for {samples} samples as well, and that "
-            "fails. If it reads a tensor from outside that is as long as the batch, pass that as an argument, or use "
-            f"`micro_batches=1`. TensorFlow says: {error}"
+            f"The step cannot be traced for {samples} samples, which shows the values that depend on the batch size. "
+            "Pass tensors of the length of the batch as arguments of the step, or use `micro_batches=1`. "
+            f"TensorFlow's error: {error}"
         ) from error
 
 
@@ -247,15 +247,15 @@ def _with_part(
     other_op = _first_other_op(micro, whole)
     if other_op is not None:
         raise PipelineError(
-            f"Op `{other_op}` of the step differs for a micro-batch, so Python code decides by the batch size what the "
-            "step computes. Compute it from what does not depend on the size, or use `micro_batches=1`."
+            f"Op `{other_op}` of the step differs for a micro-batch, so Python code of the step depends on the batch "
+            "size. Make it independent of the batch size, or use `micro_batches=1`."
         )
     pairs = zip(_arguments(whole), _arguments(micro), strict=True)
     batched = [p for p, (a, b) in enumerate(pairs) if b.shape.rank and a.shape[0] != b.shape[0]]
     if told is not None and batched != list(told):
         raise PipelineError(
-            "`batched` goes with arguments in the order in which the step takes them: pass no keywords to `rewrite`. "
-            f"Received: batched={params.batched!r}."
+            "`batched` needs example arguments in the order of the step's signature. Received: "
+            f"batched={params.batched!r}. Pass the arguments to `rewrite` without keywords."
         )
     return BatchTraces(whole, micro, record, hints.of(micro.graph), batched, batch, count=count)
 
@@ -271,8 +271,9 @@ def _positions(batched: Sequence[Any], inputs: Sequence[Any]) -> list[int]:
     for item in positions:
         if not isinstance(item, int) or not 0 <= item < len(names) or not inputs[item].shape.rank:
             raise ValueError(
-                f"`batched` names {item!r}, which is no argument of the step that has axes. Received: "
-                f"batched={list(batched)!r}. Its arguments are {names}, at the positions 0 to {len(names) - 1}."
+                "`batched` must name arguments of the step that have axes, or their positions. Received: "
+                f"batched={list(batched)!r}, of which {item!r} is unknown or has no axes. The arguments are {names}, "
+                f"at positions 0 to {len(names) - 1}."
             )
     return sorted(positions)
 
@@ -285,7 +286,10 @@ def _size_of(positions: Sequence[int], leading: Sequence[Any]) -> Any:
     """
     sizes = {position: leading[position] for position in positions}
     if len(set(sizes.values())) > 1:
-        raise ValueError(f"`batched` names arguments of different leading sizes. Received, by position: {sizes}.")
+        raise ValueError(
+            "`batched` must name arguments of one leading size, that of the batch. Received, by position: leading "
+            f"sizes {sizes}."
+        )
     return next(iter(sizes.values()))
 
 
