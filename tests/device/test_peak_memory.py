@@ -306,7 +306,7 @@ def test_unmodelled_names_ops_of_loss():
     callback = tflms_sft.MemoryBudget("1GiB", verbose=0)
     model.fit(np.zeros((2, 16, 16, 3)), np.zeros((2, 14, 14, 4)), batch_size=2, verbose=0, callbacks=[callback])
     (note,) = callback.plan.notes
-    assert note.endswith("memory inside of loss 'by_image', which only a run shows")
+    assert note.endswith("memory inside of loss 'by_image', which `tflms_sft.measure` shows")
 
 
 def test_with_delayed_frees_frees_after_next_allocation():

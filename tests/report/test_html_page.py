@@ -95,7 +95,7 @@ def test_html_page_is_complete_and_self_contained(tmp_path):
     ]  # fmt: skip
     assert [row[0] for row in segments] == ["segment", "segment1", "-", "-", "step"]
     assert swaps[1] == ["a/tensor:0", "8.00 MiB", "1", "control<op>"] and left_out[1] == ["other:0", "too small"]
-    assert largest[1] == ["conv<1>", "32 MiB"] and measured[1] == ["Conv<2D> (in s, backward)", "99 B"]
+    assert largest[1] == ["conv<1>", "32 MiB"] and measured[1] == ["Conv<2D> (in the backward loop of s)", "99 B"]
     assert alone[1] == ["layer 'mean' <b>", "it reduces & waits"]
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text and text.count("<svg") == 1
     assert 'name="viewport"' in text and "prefers-color-scheme: dark" in text and "@media print" in text

@@ -53,7 +53,7 @@ def refusal(params):
 @pytest.mark.usefixtures("unfolding")
 def test_budget_error_names_largest_kernel():
     error = refusal(AutoParams("1KiB", swap=False))
-    turn = r"of which [\d.]+ KiB are an iteration of segment1/backward \(photo -> \w+\), .* of it "
+    turn = r"of which [\d.]+ KiB are an iteration of the backward loop of segment1 \(photo -> \w+\), .* of it "
     kernel = r"kernel scratch of (first|second) \(Conv2DBackprop\w+, backward\), `.*` is [\d.]+ KiB and variables"
     assert re.search(turn + kernel, str(error)), error
     assert error.tensor.endswith("backward)") and "/" not in error.tensor, "the largest tensor, by its layer"
@@ -84,7 +84,7 @@ def test_transient_memory_of_iteration_and_kernel_is_reported():
     ((kernel, taken),) = plan.original.own
     assert kernel.startswith("kernel scratch of second (Conv2DBackprop") and taken > 2**20
     (turn, whole_turn), (inner, part) = plan.predicted.own
-    assert turn == "an iteration of segment1/backward (photo -> pool)"
+    assert turn == "an iteration of the backward loop of segment1 (photo -> pool)"
     assert inner.startswith("kernel scratch of ") and 2**19 < part < whole_turn < plan.predicted.peak_bytes
     lines = plan.summary().splitlines()
     first = lines[next(n for n, line in enumerate(lines) if line.endswith("largest at the predicted peak:")) + 1]
@@ -129,7 +129,7 @@ def test_op_without_layer_is_described():
 
     plan = tflms_sft.rewrite(plain, AutoParams("1GiB"), SPEC32).plan
     names = [name for name, _ in plan.original.largest]
-    assert "gradient_tape/Tile (Tile, of no layer)" in names and not any(":" in name for name in names), names
+    assert "op 'gradient_tape/Tile' (Tile)" in names and not any(":" in name for name in names), names
 
 
 def test_zeros_for_a_result_without_gradient_have_the_layer_of_their_reader():
@@ -140,10 +140,10 @@ def test_zeros_for_a_result_without_gradient_have_the_layer_of_their_reader():
     zeros = [node.name for node in traced.analysis.order if node.name.startswith("zeros_like")]
     assert zeros and all(re.fullmatch(r"gru\w* \(ZerosLike(, backward)?\)", names.op(name)) for name in zeros), zeros
     (argument,) = (t.node.name for t in traced.analysis.graph.inputs if t.dtype == tf.float32)
-    assert names.op(argument) == "argument 1 of the step"
+    assert names.op(argument) == f"argument {argument!r} of the step"
     assert names.op("no such op") == "no such op"
     draw = next(node.name for node in traced.analysis.order if node.op == "StatelessRandomNormalV2")
-    assert names.op(draw) == f"{draw} (StatelessRandomNormalV2, of no layer)"
+    assert names.op(draw) == f"op {draw!r} (StatelessRandomNormalV2)"
 
 
 def test_swapped_tensors_have_layer_names():

@@ -62,7 +62,7 @@ def test_summary_has_row_for_each_segment(plan):
     assert cells[1][:4] == ["segment2", "pool -> four", "tiles, recompute", "3x1"]
     assert cells[2][:4] == ["-", "everything else", "not rewritten", "-"]
     assert cells[3][0] == "step" and cells[3][-1] == f"100 -> {100 * plan.predicted.time_ratio:.0f} %"
-    assert lines[0].startswith("  segment1: exit tile 4x8 from 12x18 of the entry; iteration ")
+    assert lines[0].startswith("  segment1: an iteration reads 12x18 of the entry, writes 4x8 of the exit and takes ")
     assert any(line.startswith("  weights and optimizer slots: ") for line in lines)
     assert "measured" not in plan.summary()
 
@@ -115,6 +115,8 @@ def test_headline_of_swaps_has_time(plan):
     swap = PlannedSwap("a", 2**20, (("b",),), ("c",))
     alone = dataclasses.replace(plan, segments=(), swaps=(swap,), swap_tier="disk")
     assert alone.headline().endswith(f", about {plan.predicted.time_ratio:.2f}x the time")
+    equal = dataclasses.replace(plan, predicted=dataclasses.replace(plan.predicted, time_ratio=1.004))
+    assert equal.headline().endswith(", about the same time")
 
 
 def test_summary_notes_unused_batch_tiles(step):
@@ -139,7 +141,7 @@ def test_left_alone_reason_of_metrics_is_specific():
     plan = tflms_sft.rewrite(step, tflms_sft.SFTParams((2, 2)), *specs).plan
     lines = [line.strip() for line in plan.summary().splitlines()]
     reason = "a roll along an axis of the image needs rows from both ends; only metrics or results need it"
-    assert f"op 'Roll' of no layer: Roll: {reason}" in lines
+    assert f"op 'Roll': Roll: {reason}" in lines
     assert "not in the predicted peak" not in plan.summary()  # A cross-entropy of pixels is.
 
 

@@ -384,7 +384,7 @@ def _notes(traced: TracedStep) -> tuple[str, ...]:
         return ()
     names = dict.fromkeys(_layer_name(traced, op) for op in ops)
     shown = shortened(list(names), MAX_NAMES)
-    return (f"not in the predicted peak: memory inside of {shown}, which only a run shows",)
+    return (f"not in the predicted peak: memory inside of {shown}, which `tflms_sft.measure` shows",)
 
 
 def peak_names(traced: TracedStep) -> PeakNames:
@@ -455,7 +455,7 @@ def reasons(traced: TracedStep, left: Sequence[SkippedOps]) -> tuple[tuple[str, 
 
 
 def _layer_name(traced: TracedStep, op: str) -> str:
-    return part_name(traced.record, op) or f"op {op!r} of no layer"
+    return part_name(traced.record, op) or f"op {op!r}"
 
 
 def unsupported_layers(traced: TracedStep, left: Sequence[SkippedOps]) -> list[str]:

@@ -9,10 +9,11 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from tflms_sft._report import summary
-from tflms_sft._report.memory_chart import draw, readable
+from tflms_sft._report.memory_chart import draw
 from tflms_sft._report.pipeline_plan import PlannedPipeline
 from tflms_sft._report.plan_records import Measurement, PlanRecord
 from tflms_sft._util.byte_sizes import format_bytes
+from tflms_sft._util.text import readable
 from tflms_sft._version import __version__
 
 MAX_SWAPS = 40
@@ -146,7 +147,7 @@ def _cards(plan: PlanRecord, before: Measurement | None, after: Measurement | No
         peak = predicted if after is None else after.peak_bytes
         used = f"{100 * peak / plan.memory_budget:.0f} % in use at the peak"
         cards.append(("budget", format_bytes(plan.memory_budget), used, peak > plan.memory_budget))
-    cards.append(("time", f"{plan.predicted.time_ratio:.2f}x", "of the original step", False))
+    cards.append(("predicted time", *_time(plan), False))
     if plan.swaps:
         cards.append(("swapped", format_bytes(plan.swapped_bytes), f"to {plan.swap_tier} in every step", False))
     shown = (
@@ -155,6 +156,12 @@ def _cards(plan: PlanRecord, before: Measurement | None, after: Measurement | No
         for label, value, comment, bad in cards
     )
     return f"<div class=cards>{''.join(shown)}</div>"
+
+
+def _time(plan: PlanRecord) -> tuple[str, str]:
+    """Return the predicted time, and what it is relative to."""
+    ratio = f"{plan.predicted.time_ratio:.2f}x"
+    return ("same", "as the original step") if ratio == "1.00x" else (ratio, "the time of the original step")
 
 
 def _chart(plan: PlanRecord, before: Measurement | None, after: Measurement | None) -> str:
@@ -167,7 +174,7 @@ def _chart(plan: PlanRecord, before: Measurement | None, after: Measurement | No
     points = sum(map(len, [plan.original.timeline, plan.predicted.timeline, *timelines]))
     name = "Bytes alive over one training step, original and rewritten"
     if plan.pipeline is not None:
-        name = "What each device runs over one training step"
+        name = "Work of each device over one training step"
     if points > MAX_SVG_POINTS:
         pixels = io.BytesIO()
         figure.savefig(pixels, format="png", dpi=150)
@@ -208,7 +215,12 @@ def _swaps(plan: PlanRecord) -> Iterator[str]:
     if plan.swaps:
         largest = sorted(plan.swaps, key=lambda swap: -swap.num_bytes)
         rows = [
-            (swap.tensor, format_bytes(swap.num_bytes), str(len(swap.controls)), ", ".join(swap.controls))
+            (
+                swap.tensor,
+                format_bytes(swap.num_bytes),
+                str(len(swap.controls)),
+                ", ".join(map(readable, swap.controls)),
+            )
             for swap in largest[:MAX_SWAPS]
         ]
         if len(largest) > MAX_SWAPS:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from tflms_sft._report.plan_records import Measurement, PlanRecord, Prediction, Timeline
 from tflms_sft._report.schedule_chart import draw_schedule
 from tflms_sft._util.byte_sizes import format_bytes
+from tflms_sft._util.text import readable
 
 BEFORE, AFTER, BUDGET = "#8b909a", "#1d5fd1", "#c62828"
 LABELS = (("original", BEFORE), ("rewritten", AFTER))
@@ -29,9 +30,6 @@ MAX_SPAN_GAP = 0.01
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 _LOOP = re.compile(r"sft/([^/]+)/(forward|backward)[^/]*/")
-
-
-_IN_ITERATION = re.compile(r"(?:micro_\d+/)?sft/([^/]+)/([^/]+)/while/body/[^/]+/while/(.+)")
 
 
 class Span(NamedTuple):
@@ -198,9 +196,9 @@ def _draw(
     if budget is not None and budget / size <= axes.get_ylim()[1]:
         axes.axhline(budget / size, color=BUDGET, ls="--", lw=1.4, label=f"budget {format_bytes(budget)}")
     elif budget is not None:
-        axes.plot([], [], color=BUDGET, ls="--", lw=1.4, label=f"budget {format_bytes(budget)} (above the picture)")
+        axes.plot([], [], color=BUDGET, ls="--", lw=1.4, label=f"budget {format_bytes(budget)} (above the chart)")
     axes.set_xlim(0, 1.01 * end)
-    axes.set_ylabel(f"memory alive ({name})")
+    axes.set_ylabel(f"memory in use ({name})")
     axes.tick_params(labelleft=True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#e3e5e8", lw=0.7)
@@ -254,12 +252,6 @@ def _bars(axes: Any, curve: Curve) -> None:
     axes.set_xticks([])
     axes.set_yticks([])
     axes.spines[:].set_visible(False)
-
-
-def readable(name: str) -> str:
-    """Return the name of an op in a loop iteration without the scopes that the runtime adds."""
-    match = _IN_ITERATION.match(name)
-    return f"{match[3]} (in {match[1]}, {match[2]})" if match else name
 
 
 def _tail(name: str, length: int = 84) -> str:

@@ -11,6 +11,7 @@ from rewriters.emission.tile_pass import SegmentPlan, loop_nodes
 from rewriters.estimates.loop_memory import IterationModelCache, kernel_at_worst
 from rewriters.ir.graph import BRANCHES, LOOPS, Graph, Node, Tensor
 from tflms_sft._trace.layer_names import LayerCall, LayerRecord, part_name
+from tflms_sft._util.text import loop_text
 
 __all__: list[str] = []
 
@@ -19,6 +20,9 @@ NamedSizes = tuple[tuple[str, int], ...]
 
 _SWAPPED_IN = re.compile(r"lms/(.+)/swap_in_\d+(?::\d+)?")
 """Names of the tensors that `insert_swaps` adds. That of the swapped tensor lacks `:0`, or has `_` for `:`."""
+
+_LOOP_OUTPUT = re.compile(r"(?:micro_\d+/)?sft/([^/]+)/([^/]+)/while:(\d+)")
+"""Names of outputs of tile loops: segment, loop and position. Most outputs replace tensors of the original step."""
 
 
 class PeakNames:
@@ -61,7 +65,8 @@ class PeakNames:
                 op, _, index = original.rpartition(":")
                 shown = self.tensor(self._analysis.graph.nodes[op].out(int(index)))
                 return f"{shown}, swapped in" if swapped_in else shown
-        return name
+        output = _LOOP_OUTPUT.fullmatch(name)
+        return f"output {output[3]} of the {loop_text(output[1], output[2])}" if output else name
 
     def in_text(self, text: str, graph: Graph) -> str:
         """Return a text with display names for the names in backticks: the layer of an op, a tensor of `graph`."""
@@ -87,17 +92,17 @@ class PeakNames:
     def op(self, name: str) -> str:
         """Return the layer and type of an op, such as `conv1 (Conv2DBackpropFilter, backward)`.
 
-        An op of no layer is described by its name and type, an argument by its position.
+        An op outside of layers is described by its name and type, an argument by its name.
         """
         node = self._analysis.graph.nodes.get(name)
         if node is None:
             return name
         if node.op == "Placeholder" and node.out() in self._analysis.graph.inputs:
-            return f"argument {self._analysis.graph.inputs.index(node.out()) + 1} of the step"
+            return f"argument {name!r} of the step"
         call = self._record.call_of(name) or self._call_of_gradients(node)
         layer = part_name(self._record, name) if call is None else call.layer
         if not layer:
-            return f"{name} ({node.op}, of no layer)"
+            return f"op {name!r} ({node.op})"
         return f"{layer} ({node.op}{', backward' if node in self._analysis.backward else ''})"
 
     def _call_of_gradients(self, node: Node) -> LayerCall | None:
@@ -155,7 +160,8 @@ def transient_memory(
             if loops.get((plan.segment.name, tile_loop.name)) == peak.at:
                 sides = plan.segment.entries, plan.segment.exits
                 ends = " -> ".join(", ".join(map(names.tensor, side)) for side in sides if side)
-                iteration = f"an iteration of {plan.segment.name}/{tile_loop.name} ({ends})", peak.own_bytes
+                loop = loop_text(plan.segment.name, tile_loop.name)
+                iteration = f"an iteration of the {loop} ({ends})", peak.own_bytes
                 op, scratch_bytes = kernel_at_worst(memory.iterations(tile_loop, batch))
                 return (iteration, (_scratch(names, op), scratch_bytes)) if scratch_bytes else (iteration,)
     node = graph.nodes.get(peak.at)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from tflms_sft._report.plan_records import PlannedSegment, PlanRecord, Prediction
 from tflms_sft._util.byte_sizes import format_bytes
-from tflms_sft._util.text import shortened, table
+from tflms_sft._util.text import readable, shortened, table
 
 MAX_SWAPS = 5
 """Number of swaps that a report names."""
@@ -177,11 +177,12 @@ def segment_lines(segment: PlannedSegment) -> Iterator[str]:
     has_barriers = segment.kept or segment.num_loops > sum(map(bool, _grids(segment)))
     loops = [name for name, counts in zip(("forward", "backward"), _grids(segment), strict=True) if counts]
     sizes = zip(segment.tile_bytes, loops, strict=True)
-    iterations = "iteration " + ", ".join(f"{format_bytes(size)} {name}" for size, name in sizes)
+    memory = "takes " + ", ".join(f"{format_bytes(size)} {name}" for size, name in sizes)
     rows, in_rows = ("x".join(map(str, size)) for size in segment.tile_rows)
     end = "exit" if segment.num_tiles else "gradient"
-    tile = "" if has_barriers else f"{end} tile {rows} from {in_rows} of the entry; "
-    yield f"{segment.name}: {tile}{iterations}; {segment.forward_ops} + {segment.backward_ops} ops"
+    tile = "" if has_barriers else f"reads {in_rows} of the entry, writes {rows} of the {end} and "
+    ops = f"{segment.forward_ops} forward and {segment.backward_ops} backward ops"
+    yield f"{segment.name}: an iteration {tile}{memory}; {ops}"
     if segment.halo == "carry" and math.prod((*segment.num_tiles[1:], *segment.backward_num_tiles[1:])) > 1:
         saved = f"; {format_bytes(segment.saved_bytes)} of them saved" if segment.saved_bytes else ""
         bound = f"; more than {segment.most_rows} strips would need more memory" if segment.most_rows else ""
@@ -199,7 +200,8 @@ def swap_lines(plan: PlanRecord) -> Iterator[str]:
     """Yield the swapped tensors, largest first, and the tensors that could not be swapped."""
     largest = sorted(plan.swaps, key=lambda swap: -swap.num_bytes)
     for swap in largest[:MAX_SWAPS]:
-        yield f"swapped: {format_bytes(swap.num_bytes):>9}  {swap.tensor}, swapped in after {swap.controls[0]}"
+        control = readable(swap.controls[0])
+        yield f"swapped: {format_bytes(swap.num_bytes):>9}  {swap.tensor}, swapped in after {control}"
     if len(largest) > MAX_SWAPS:
         remaining = format_bytes(sum(swap.num_bytes for swap in largest[MAX_SWAPS:]))
         yield f"swapped: {remaining:>9}  in {len(largest) - MAX_SWAPS} more"
@@ -228,7 +230,8 @@ def headline(plan: PlanRecord) -> str:
     is_larger = before != after and plan.predicted.peak_bytes > plan.original.peak_bytes
     warning = " (MORE than before)" if is_larger else ""
     peaks = f"predicted peak {after} instead of {before}{warning}"
-    time = f"about {plan.predicted.time_ratio:.2f}x the time"
+    ratio = f"{plan.predicted.time_ratio:.2f}x"
+    time = "about the same time" if ratio == "1.00x" else f"about {ratio} the time"
     if not plan.segments:
         return f"{swap_text(plan)}, {peaks}, {time}" + budget_text(plan)
     swaps = f", {swap_text(plan)}" if plan.swaps else ""
