@@ -59,7 +59,7 @@ def test_verify_accepts_budget_in_bytes():
 
 def test_verify_callback_plan_on_any_batch_size():
     model, callback = net(norm=True), MemoryBudget(BUDGET, verbose=0)
-    with pytest.raises(ValueError, match="a callback without a plan: it has one from the first step of a `fit` on"):
+    with pytest.raises(ValueError, match="must be a callback that has trained"):
         verify(model, BATCH, callback)
     model.fit(X, Y, batch_size=4, verbose=0, callbacks=[callback])
     assert callback.plan.batch == 4 and callback.plan.segments

@@ -33,12 +33,22 @@ def check_batch_shape(specs: Any, given: tuple[int, ...] | None, model: str) -> 
     Raises:
         ValueError: With the shapes of the images.
     """
-    flat = tf.nest.flatten(specs)
-    images = [spec.shape for spec in flat if given and spec is not None and spec.shape.rank == len(given)]
-    if given and images and not any(shape[1:].is_compatible_with(given[1:]) for shape in images):
+    if not given:
+        return
+    shapes = [spec.shape for spec in tf.nest.flatten(specs) if spec is not None]
+    if any(shape.rank is None for shape in shapes):
+        return
+    images = [shape for shape in shapes if shape.rank == len(given)]
+    fits = any(shape[1:].is_compatible_with(given[1:]) for shape in images)
+    # Layers may add the axis of a single channel to images without one.
+    fits |= given[-1] == 1 and any(shape[1:].is_compatible_with(given[1:-1]) for shape in shapes)
+    if not fits:
+        # With another rank, the images are most likely the tensors of the highest rank.
+        rank = len(given) if images else max(shape.rank for shape in shapes)
+        expected = " or ".join(str(tuple(shape)) for shape in shapes if shape.rank == rank)
         raise ValueError(
-            f"`batch_shape` must be the shape of an input of model {model!r}: "
-            f"{' or '.join(str(tuple(shape)) for shape in images)}. Received: batch_shape={given}."
+            f"`batch_shape` must be the shape of an input of model {model!r}: {expected}. Received: "
+            f"batch_shape={given}."
         )
 
 
@@ -51,7 +61,7 @@ def require_batch_size(traced: Any) -> None:
     for tensor in _arguments(traced):
         if is_image(tensor.shape) and tensor.shape[0] is None:
             raise RewriteError(
-                f"The batch size of `{tensor.name}` is unknown: {tensor.shape}, and a budget needs one. "
+                f"A budget needs a known batch size. Received: argument `{tensor.name}` of shape {tensor.shape}. "
                 "Pass `batch_shape=`, the shape of the largest batch of images."
             )
 
@@ -70,8 +80,8 @@ def ensure_planned_size(tensor: Any, shape: Any) -> Any:
         planned = shape.as_list()[1:-1]
         text = (
             f"The step is planned for images of {'x'.join(map(str, planned))}, the size of the first batch or of "
-            "`batch_shape`. Resize or pad them to one size. Dense batches with `steps_per_execution=1`, without "
-            "replicas and stages, may have any size."
+            "`batch_shape`. Resize or pad images to this size, or use dense batches with `steps_per_execution=1`, "
+            "without replicas and stages."
         )
         size = tf.shape(tensor)[1:-1]
         tensor = assert_in_step(tensor, tf.reduce_all(size == planned), text, size)

@@ -49,8 +49,8 @@ def later_excess_line(plan: Plan, measured: Measurement) -> str:
 def many_sizes_line(number: int) -> str:
     """Return the line for a training whose batches have so many sizes."""
     return (
-        f"tflms-sft: batches of {number} sizes so far. Each size is traced and planned for itself, which takes "
-        "time; resize or pad them to fewer sizes."
+        f"tflms-sft: batches of {number} sizes so far; each size is traced and planned separately, which takes time. "
+        "Resize or pad batches to fewer sizes."
     )
 
 
@@ -64,7 +64,7 @@ def over_budget_error(plan: Plan, *, is_used: bool) -> BudgetError:
     assert plan.memory_budget is not None and plan.measured is not None
     used, budget = format_excess(plan.measured.peak_bytes, plan.memory_budget)
     error = BudgetError(
-        f"The step exceeds `memory_budget` although its plan was corrected by the first measurement: measured "
+        f"The step exceeds `memory_budget`, although its plan was corrected by the first measurement: measured "
         f"{used} ({plan.measured.source}), predicted {format_bytes(plan.predicted.peak_bytes)}. Received: "
         f"memory_budget={budget}. "
         + excess_remedy(plan.measured.peak_bytes / plan.predicted.peak_bytes, plan.memory_budget, is_used=is_used)
@@ -80,8 +80,8 @@ def peak_line(plan: Plan, *, is_replanned: bool) -> str:
     if plan.pipeline is not None:
         return ""
     if plan.measured is None:
-        reason = "this device keeps no memory statistics, or none of tensors so small"
-        return f"tflms-sft: peak of the first step not measured ({reason})"
+        reason = "this device has no memory statistics, or none of tensors so small"
+        return f"tflms-sft: peak of the first step not measured: {reason}. `tflms_sft.measure` measures it."
     text, predicted = "tflms-sft: measured peak", format_bytes(plan.predicted.peak_bytes)
     if not exceeds_budget(plan):
         text += f" {format_bytes(plan.measured.peak_bytes)} in the first step, predicted {predicted}"

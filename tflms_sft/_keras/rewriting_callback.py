@@ -259,8 +259,8 @@ def trained_by(callback: Any, model: Any) -> Trained | None:
     plan, request = callback.plan, callback._request
     if plan is None:
         raise ValueError(
-            f"`params` is a callback without a plan: it has one from the first step of a `fit` on. Received: "
-            f"params={callback!r}. Train with it first, or give parameters, such as `AutoParams(...)`."
+            f"`params` must be a callback that has trained, because its plan is made in the first step of a `fit`. "
+            f"Received: params={callback!r}. Train with it first, or pass parameters, such as `AutoParams(...)`."
         )
     if isinstance(request.tiles, AutoParams):  # "auto" depends on the memory that was free then.
         tiles = dataclasses.replace(request.tiles, memory_budget=plan.memory_budget)

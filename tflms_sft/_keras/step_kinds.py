@@ -42,8 +42,8 @@ def check_not_patched(model: Any) -> None:
     patch = model.__dict__.get(_SLOT)
     if patch is not None:
         raise RewriteError(
-            f"The step of model {model.name!r} is currently rewritten by {patch._owner}. Call this before or after "
-            "that training."
+            f"The step of model {model.name!r} is currently rewritten by {patch._owner}. Call this function "
+            "before or after that training."
         )
     replicas = num_replicas(model.distribute_strategy)
     if replicas > 1:

@@ -74,7 +74,7 @@ class StepPatch:
         params: The request: tiles, swaps or a pipeline.
         batch_shape: Shape of the largest batch of images; `None` for that of the first batch.
         on_plan: Called with every new plan.
-        on_measured: Called with the plan after its first step was measured.
+        on_measured: Called with a plan after its first step; if no peak can be measured, only with the first plan.
         owner: Name of the callback or function that patches, for errors.
         training: Identifies the `fit` of a callback; `None` for a `with` block.
         say: Called with lines about operations that take long; `None` prints none.
@@ -302,7 +302,8 @@ class StepPatch:
             now.is_measured = True
             tf.nest.map_structure(lambda value: value.numpy() if hasattr(value, "numpy") else value, result)
             now.plan.measured = self.watch.stop(step_bytes, self._tiers)
-            self._on_measured(now.plan)
+            if now.plan.measured is not None or sum(planned.is_measured for planned in self._planned) == 1:
+                self._on_measured(now.plan)
             self._enforce_budget(now.plan)
         else:
             self._report_excess(now.plan, self.watch.stop(step_bytes, self._tiers))
@@ -523,7 +524,7 @@ class StepPatch:
             analysed.variables += self._untouched_variable_bytes(traced)
             importer, plan = self._rewrite_analysed(analysed)
         if len(self._planned) > 1 and shape is not None:
-            plan = amend_plan(plan, f"for batches of {now.shape_text()}, as each size has a plan of its own")
+            plan = amend_plan(plan, f"for batches of {now.shape_text()}; each size has its own plan")
         if now.plan is None:
             now.plan, now.planning = plan, stopwatch
             now.variable_bytes = analysed.variables
@@ -555,8 +556,8 @@ class StepPatch:
         except BudgetError as error:
             if len(self._planned) > 1:
                 error.args = (
-                    f"{error} This is for batches of {self._now.shape_text()}, after steps with batches of another "
-                    "size: let the largest batch be the first.",
+                    f"{error} This batch of {self._now.shape_text()} follows batches of other sizes: let the largest "
+                    "batch be the first.",
                 )
             raise
 
