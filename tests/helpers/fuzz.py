@@ -49,12 +49,12 @@ REFUSALS = {
         "no path of forward ops leads",
         "no op outside of it reads its results",
         "cannot be tiled",
-        "which the segment does not compute",
-        "not run in tiles",
+        "must name tensors that the segment computes",
+        "run in tiles",
     ),
     tflms_sft.BudgetError: ("is too small for this step",),
     # Without a convolution or a pool nothing tells how many axes there are.
-    ValueError: ("num_tiles` asks for", "but the tiled tensor has"),
+    ValueError: ("num_tiles` must be at most", "but the tiled tensor has"),
 }
 """What may be refused, and the words for it."""
 

@@ -70,7 +70,7 @@ def test_automatic_segments_lower_tiles_of_small_exits_with_note():
     plan = tflms_sft.rewrite(step, SFTParams((40, 1)), image).plan
     assert plan.changed and fraction(plan) < 1
     assert max(segment.num_tiles[1] for segment in plan.segments) < 40
-    assert "tiles instead of 40x1, because tensors that are split have few rows" in plan.summary()
+    assert "tiles instead of 40x1, because a split tensor has too few rows" in plan.summary()
 
 
 def test_budget_plan_is_compared_with_original_in_the_same_state_of_memory():

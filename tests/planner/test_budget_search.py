@@ -280,7 +280,7 @@ def test_excess_remedy_headroom_covers_measured_ratio(off):
     (headroom,) = re.findall("`headroom=([0-9.]+)`", excess_remedy(off, 1000, int(1000 / off), is_used=True))
     assert off * (1 - float(headroom)) <= 1 < off * (1 - float(headroom) + 0.02) and float(headroom) < 1
     least = int(1000 / off) + 2
-    assert "no plan is so small that more `headroom` would do" in excess_remedy(off, 1000, least, is_used=True)
+    assert "More `headroom` does not help" in excess_remedy(off, 1000, least, is_used=True)
 
 
 def test_excess_remedy_in_fresh_process_names_no_other():

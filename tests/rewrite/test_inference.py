@@ -199,7 +199,7 @@ def test_rewrite_call_budget_does_not_swap():
     peak = checked(model, AutoParams("1TiB"), 1).plan.original.peak_bytes
     plan = checked(model, AutoParams(int(0.8 * peak), swap=LMSParams(min_bytes=1)), 1).plan
     assert plan.segments and not plan.swaps
-    assert plan.notes == ("nothing is swapped: without a backward pass no tensor is saved for one",)
+    assert plan.notes == ("nothing is swapped: a step without a backward pass saves no tensors",)
 
 
 # What is left as it is -------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ def test_rewrite_call_swaps_are_refused():
         tflms_sft.rewrite(call_of(model), LMSParams(), images_of(model))
     plan = checked(model, [SFTParams((3, 3)), LMSParams()]).plan
     assert plan.segments and not plan.swaps
-    assert plan.notes == ("nothing is swapped: without a backward pass no tensor is saved for one",)
+    assert plan.notes == ("nothing is swapped: a step without a backward pass saves no tensors",)
 
 
 def test_rewrite_training_step_segments_have_backward_ops():

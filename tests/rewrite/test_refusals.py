@@ -106,7 +106,7 @@ def test_segment_spec_exit_without_axes_is_refused():
 @pytest.mark.parametrize("options", [{"num_tiles": (13, 1)}, {"backward_num_tiles": (1, 13)}])
 def test_segment_spec_more_tiles_than_rows_is_refused(options):
     axis = "height" if "num_tiles" in options else "width"
-    with pytest.raises(ValueError, match=f"asks for 13 tiles along the {axis}.* has 12 row.* Use at most 12"):
+    with pytest.raises(ValueError, match=f"must be at most 12 along the {axis}, the rows of .* Received: .*13"):
         tflms_sft.rewrite(gradients(), segments(SegmentSpec("photo", "pool", **options)), *BATCH)
 
 

@@ -488,7 +488,9 @@ def test_segment_spec_stored_tensors_are_saved():
 @pytest.mark.parametrize("name", ["photo", "head"])
 def test_segment_spec_stored_outside_segment_is_refused(name):
     spec = SegmentSpec("photo", "pool", stored=("one", name))
-    with pytest.raises(SegmentError, match=rf"`stored` names \['{name}'\], which the segment does not compute"):
+    with pytest.raises(
+        SegmentError, match=rf"`stored` must name tensors that the segment computes. Received: \['{name}'\]"
+    ):
         tflms_sft.rewrite(gradients(), segments(spec), *BATCH)
 
 

@@ -26,7 +26,7 @@ AUTO_BUDGET_FRACTION = 0.9
 def _check_halo(value: Any) -> None:
     if not isinstance(value, str) or value not in {halo.value for halo in Halo}:
         raise ValueError(
-            '`halo` must be "recompute", which computes halo rows in each tile, or "carry", which passes them from '
+            '`halo` must be "recompute", which computes halo rows in each tile, or "carry", which carries them from '
             f"strip to strip. Received: halo={value!r}."
         )
 

@@ -71,7 +71,7 @@ MAX_NAMES = 6
 BOTH = "tiles and swaps, because neither fit alone"
 LESS = "a larger budget is faster: less is swapped"
 FASTER = "tiles and swaps, because either alone would take longer"
-NO_SWAPS = "nothing is swapped: without a backward pass no tensor is saved for one"
+NO_SWAPS = "nothing is swapped: a step without a backward pass saves no tensors"
 
 
 class TileSearch(Protocol):
@@ -427,7 +427,7 @@ def excess_remedy(ratio: float, budget: int, least: int = 0, *, is_used: bool) -
         "train in a fresh process"
     )
     if not suffices:
-        return f"{text}; no plan is so small that more `headroom` would do."
+        return f"{text}. More `headroom` does not help, because no plan is smaller."
     return f"{text}, or leave more of the budget free, such as {headroom}."
 
 

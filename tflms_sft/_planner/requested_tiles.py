@@ -168,9 +168,7 @@ def _note_lowered_tiles(traced: TracedStep, plan: SegmentPlan, request: Requeste
     for tiles, grid in ((request.tiles, plan.loops[0].grid), (request.backward, plan.loops[-1].grid)):
         requested = grid if tiles is None else _grid(traced, plan.segment, tiles)
         if grid.spatial != requested.spatial:
-            plan.segment.notes.append(
-                f"{grid} tiles instead of {requested}, because tensors that are split have few rows"
-            )
+            plan.segment.notes.append(f"{grid} tiles instead of {requested}, because a split tensor has too few rows")
 
 
 def _backward(value: Any) -> NumTiles | None:
@@ -258,7 +256,9 @@ def _named_segment(
     stored = frozenset(named)
     outside = list(dict.fromkeys(n for t, n in named.items() if t.node not in ops))
     if outside:
-        raise SegmentError(f"{_text_of(spec)}: `stored` names {outside}, which the segment does not compute.")
+        raise SegmentError(
+            f"{_text_of(spec)}: `stored` must name tensors that the segment computes. Received: {outside}."
+        )
     try:
         segment = build_segment(analysis, name, ops, backward_ops, stored - set(exits))
     except NotTileableError as error:
@@ -274,10 +274,12 @@ def _named_segment(
             ) from None
         unknown = list(dict.fromkeys(n for t, n in named.items() if not barriers.stores(t)))
         if unknown:
-            raise SegmentError(f"{_text_of(spec)}: `stored` names {unknown}, which do not run in tiles.") from None
+            raise SegmentError(
+                f"{_text_of(spec)}: `stored` must name tensors that run in tiles. Received: {unknown}."
+            ) from None
         segment = barriers.segment(name, barriers.smallest)
     extra = [t for t in segment.exits if t not in exits]
-    segment.notes.extend(f"`{t.name}` has consumers outside of the segment and is an exit, too" for t in extra)
+    segment.notes.extend(f"`{t.name}` is also an exit, because ops outside of the segment read it" for t in extra)
     return segment
 
 
@@ -310,14 +312,13 @@ def check_tiles(traced: TracedStep, segment: Segment, grid: Grid, argument: str 
         for axis, (name, rows) in enumerate(zip(labels, traced.analysis.extents(tensor) or (), strict=True)):
             if rows is not None and grid.spatial[axis] > rows:
                 names = display_names(traced.analysis.graph, traced.record)
-                role = "the exit" if tensor in segment.exits else "split"
+                role = "the exit" if tensor in segment.exits else "a split tensor"
                 shown = repr(names.get(tensor, tensor.name))
                 entries = ", ".join(repr(names.get(t, t.name)) for t in segment.entries)
                 received = grid.spatial if grid.batch == 1 else (grid.batch, *grid.spatial)
                 raise ValueError(
-                    f"`{argument}` asks for {grid.spatial[axis]} tiles along the {name}, and {shown}, {role} in "
-                    f"{segment.name} (from {entries}), has {rows} row(s). Use at most {rows}. "
-                    f"Received: {argument}={received}."
+                    f"`{argument}` must be at most {rows} along the {name}, the rows of {shown}, {role} of "
+                    f"{segment.name} (from {entries}). Received: {argument}={received}. Use fewer tiles."
                 )
 
 

@@ -77,7 +77,7 @@ class RewrittenStep:
             if type(error) is LookupError:  # Raised by TensorFlow's gradient registry, which a tape queries here.
                 raise RewriteError(
                     "A rewritten step cannot be differentiated, and it was called in a gradient tape that watches its "
-                    "inputs. Call it outside of the tape, or in `with tape.stop_recording():`. TensorFlow says: "
+                    "inputs. Call it outside of the tape, or in `with tape.stop_recording():`. TensorFlow's error: "
                     f"{error}"
                 ) from error
             raise

@@ -173,7 +173,7 @@ def _missing_targets_explained(model: Any, data: tuple[Any, ...]) -> Iterator[No
         if _has_no_loss(model):
             raise RewriteError(
                 f"Model {model.name!r} is compiled without a loss, and none of its layers adds one, so that there is "
-                f"nothing to train. Compile it with `loss=`. Keras says: {error}"
+                f"nothing to train. Compile it with `loss=`. Keras's error: {error}"
             ) from error
         if len(data) > 1 and data[1] is not None:
             raise
