@@ -302,7 +302,7 @@ def test_max_input_equals_largest_plannable_image(cli):
     options = ("--budget", "1MiB", "--multiple-of", 8, "--within", 0, "--max-size", 56)
     code, out, err = cli("max-input", "zoo:build", *options, "--json")
     found = json.loads(out)
-    assert code == 0 and "56x56x3, plain: " in err
+    assert code == 0 and "56x56x3, original: " in err
     plain, rewritten = found["plain"], found["rewritten"]
     assert 8 < plain["size"] < rewritten["size"] and plain["size"] % 8 == 0 and not plain["is_limit"]
     assert rewritten["size"] == 56 and rewritten["is_limit"] and rewritten["time_ratio"] > 1 == plain["time_ratio"]
@@ -328,7 +328,7 @@ def test_max_batch_equals_largest_plannable_batch(cli):
     options = ("--input-shape", "64,64,3", "--budget", "1MiB", "--no-swap", "--within", 0)
     code, out, err = cli("max-batch", "zoo:Subclassed", *options)
     assert code == 0, err
-    plain, rewritten = (int(n) for n in re.findall(r"^(?:plain|rewritten) +batch (\d+) ", out, re.MULTILINE))
+    plain, rewritten = (int(n) for n in re.findall(r"^(?:original|rewritten) +batch (\d+) ", out, re.MULTILINE))
     assert 1 <= plain < rewritten
     for batch, expected in ((rewritten, (True, False)), (rewritten + 1, (False, False))):
         assert fits(cli, "zoo:Subclassed", (*options[:2], "--no-swap"), batch, "1MiB") == expected

@@ -104,7 +104,8 @@ def _version(package: str) -> Finding:
     except importlib.metadata.PackageNotFoundError:
         # Distributions such as tensorflow-cpu install the module under another name.
         if importlib.util.find_spec(package) is None:
-            return Finding(FAILED, package, "not installed")
+            expected = f"; supported: {_range(*SUPPORTED[package])}" if package in SUPPORTED else ""
+            return Finding(FAILED, package, f"not installed{expected}; install it with pip")
         version = str(getattr(importlib.import_module(package), "__version__", "of unknown version"))
     if package not in SUPPORTED:
         return Finding(FINE, package, version)
@@ -155,7 +156,7 @@ def _tensorflow() -> Iterator[Finding]:
     if gpus:
         yield from _gpu_memory()
     statistics = properties.has_allocator_stats()
-    effect = 'none; callbacks print "not measured", and `tflms_sft.measure` adds up allocation records'
+    effect = "none; `fit` does not measure peaks, `tflms_sft.measure` does"
     effect = "available; peaks are measured" if statistics else effect
     yield Finding(FINE if statistics else NOTE, "statistics", f"allocator statistics of {properties.name()}: {effect}")
     if not gpus:
@@ -188,7 +189,8 @@ def _budget() -> Iterator[Finding]:
     if path is None:
         yield Finding(NOTE, "rates", "nominal rates instead of measured rates (TFLMS_SFT_RATES=nominal)")
     elif (busy := busy_when_measured(path)) > MAX_BUSY_FRACTION:
-        yield Finding(NOTE, "rates", f"in {path}; measured while other processes used {busy:.0%} of the machine")
+        text = f"in {path}; measured while other processes used {busy:.0%} of the machine: delete it to measure again"
+        yield Finding(NOTE, "rates", text)
     else:
         yield Finding(FINE, "rates", f"in {path}" if path.exists() else f"to be measured for the first plan, in {path}")
 
@@ -198,7 +200,7 @@ def _gpu_memory() -> Iterator[Finding]:
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        yield Finding(NOTE, "GPU memory", f"unknown: {type(error).__name__}")
+        yield Finding(NOTE, "GPU memory", f"unknown: nvidia-smi failed ({type(error).__name__})")
         return
     for line in done.stdout.splitlines():
         index, name, total, free = (field.strip() for field in line.split(","))
@@ -278,6 +280,10 @@ def _compare_small_step(name: str, params: object) -> Finding:
     parts = f"{segments} segment(s)" if segments else f"{swaps} tensor(s)"
     text = f"{parts}; loss and gradients differ from those of the original step by {max(errors):.0e}"
     is_equal = segments + swaps > 0 and all(error <= MAX_RELATIVE_ERROR for error in errors)
+    if not is_equal:
+        text += f", expected at most {MAX_RELATIVE_ERROR:.0e}; please report it"
+    if not segments + swaps:
+        text = "the step was not rewritten; please report it"
     return Finding(FINE if is_equal else FAILED, f"small step, {name}", text)
 
 

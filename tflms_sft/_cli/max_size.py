@@ -183,7 +183,7 @@ class SizeSearch:
         low, high = (first, 2 * first) if 2 * first <= self._max_count else (max(first // 2, 1), first)
         guess = high if low == high else extrapolated(self._plain_peak, self.limit, low, high, self._axis.power)
         count = largest(lambda n: self._plain_peak(n) <= self.limit, guess, self._within, self._max_count)
-        return self._result(count, self._plain_peaks.get(count), 1.0, "as it is")
+        return self._result(count, self._plain_peaks.get(count), 1.0, "original step")
 
     def rewritten(self, plain: LargestSize) -> LargestSize:
         """Return the largest size with tiles and swaps, which is at least that of the plain step."""
@@ -226,7 +226,7 @@ class SizeSearch:
             size = count * self._axis.unit
             step = self._step(count)
             self._plain_peaks[count] = step.plain_bytes
-            self._progress.say(f"{self._axis.shown(size)}, plain: {format_bytes(step.plain_bytes)} (worst case)")
+            self._progress.say(f"{self._axis.shown(size)}, original: {format_bytes(step.plain_bytes)} (worst case)")
         return self._plain_peaks[count]
 
     def _plan(self, count: int) -> Plan | None:
@@ -275,9 +275,9 @@ def execute(options: argparse.Namespace) -> Outcome:
     search = SizeSearch(
         axis(options, model, why), step_options.budget_params(options), options=options, progress=progress
     )
-    with progress.doing("searching for the largest plain step"):
+    with progress.doing("searching for the largest size, original step"):
         plain = search.plain()
-    with progress.doing("searching for the largest rewritten step"):
+    with progress.doing("searching for the largest size, rewritten step"):
         rewritten = search.rewritten(plain)
     assert search.assumed is not None
     params = search.params
@@ -297,8 +297,8 @@ def execute(options: argparse.Namespace) -> Outcome:
 def _text(
     options: argparse.Namespace, params: AutoParams, assumed: step_options.Assumed, results: dict[str, LargestSize]
 ) -> str:
-    rows = [["", "largest", "worst-case peak", "time", ""]]
-    for name, result in results.items():
+    rows = [["", "largest", "worst-case peak", "time (1 = original)", ""]]
+    for name, result in zip(("original", "rewritten"), results.values(), strict=True):
         peak = "" if result.peak_bytes is None else format_bytes(result.peak_bytes)
         time = "" if result.time_ratio is None else f"{result.time_ratio:.2f}x"
         rows.append([name, result.shown, peak, time, "limited by --max-size" if result.is_limit else ""])

@@ -223,7 +223,7 @@ def _add_max_input(commands: Any) -> None:
     parser = _command(
         commands,
         "max-input",
-        "find the largest square (cubic) image that trains within a budget, plain and rewritten",
+        "find the largest square (cubic) image that trains within a budget, by the original and the rewritten step",
         "The result is a prediction; no step runs. `worst-case peak` is the peak in the worst state in which earlier "
         "steps may leave the allocator; a fresh process may need a fifth less. `time` is relative to the original step "
         "of the same size.",
@@ -245,7 +245,7 @@ def _add_max_batch(commands: Any) -> None:
     parser = _command(
         commands,
         "max-batch",
-        "find the largest batch that trains within a budget, plain and rewritten",
+        "find the largest batch that trains within a budget, by the original and the rewritten step",
         "The result is a prediction; no step runs. The columns are those of `max-input`.",
         forms=_MODEL_FORMS,
         example="tflms-sft max-batch network.keras --input-shape 512,512,3 --budget 8GiB",
@@ -366,7 +366,7 @@ def _add_budget(parser: Any, required: bool = False) -> None:
 def _add_planning(parser: argparse.ArgumentParser) -> None:
     text = "fraction of the budget that the prediction leaves free; default: 0.1"
     parser.add_argument("--headroom", type=fraction, metavar="FRACTION", help=text)
-    parser.add_argument("--no-swap", action="store_true", help="use tiles only; swap nothing to host memory or disk")
+    parser.add_argument("--no-swap", action="store_true", help="use tiles only; swap no tensors to host memory or disk")
 
 
 def _add_candidates(parser: argparse.ArgumentParser, candidates: str, multiple: int) -> None:
