@@ -122,7 +122,7 @@ def run_pass(graph_pass: GraphPass[Result_co], graph: Graph, ran_before: Sequenc
     except RewriteError:
         raise  # A refusal that explains itself.
     except Exception as error:
-        error.add_note(f"Raised in the pass `{graph_pass.name}`. {_history(ran_before)}")
+        _add_note(error, f"Raised in the pass `{graph_pass.name}`. {_history(ran_before)}")
         raise
     return result
 
@@ -145,6 +145,14 @@ def run_passes(graph: Graph, passes: Iterable[GraphPass[PassResult]]) -> PassRes
         notes.extend(result.notes)
         names.append(graph_pass.name)
     return PassResult(graph, changed, tuple(notes))
+
+
+def _add_note(error: Exception, text: str) -> None:
+    """Add a line below the message of an error; Python 3.10 has no notes, so there the line becomes part of it."""
+    if hasattr(error, "add_note"):
+        error.add_note(text)
+    elif len(error.args) == 1:
+        error.args = (f"{error.args[0]}\n{text}",)
 
 
 def _history(ran_before: Sequence[str]) -> str:
