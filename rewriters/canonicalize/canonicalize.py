@@ -15,8 +15,8 @@
 7. Replaces the gradient of `Tile`, a sum over a reshape to (times, size, times, size, ...), by a sum over the tiled
    axes.
 8. Connects the frames of unrolled loops directly (`connect_frames.py`).
-9. For tiling, folds matrices of pixels into images (`matrices_to_images.py`), and adds a batch axis to images without
-   one (`add_batch_axis.py`).
+9. For tiling, rewrites products of images and matrices (`image_products.py`), folds matrices of pixels into images
+   (`matrices_to_images.py`), and adds a batch axis to images without one (`add_batch_axis.py`).
 10. Merges equal constants (`merge_constants.py`), unless the graph is compared with another trace of the step.
 """
 
@@ -33,6 +33,7 @@ from rewriters.canonicalize import (
     connect_frames,
     expand_fused_batch_norm,
     expand_grouped_conv,
+    image_products,
     matrices_to_images,
 )
 from rewriters.canonicalize.merge_constants import MergeConstants
@@ -142,6 +143,7 @@ class Canonicalization(GraphPass[PassResult]):
         again |= _sum_repetitions(graph, evaluate)
         again |= _connect_frames(graph, evaluate)
         if self.mode is CanonicalMode.TILING:
+            again |= image_products.rewrite_image_products(graph, evaluate)
             again |= matrices_to_images.fold_matrices_into_images(graph, evaluate)
             again |= add_batch_axis.add_batch_axis(graph, evaluate)
         changed |= _split_shapes(graph)

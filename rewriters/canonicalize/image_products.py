@@ -1,0 +1,96 @@
+"""Rewrites products of an image and a matrix, and their gradients, to `Einsum` ops.
+
+Keras before version 3.15 computes a dense layer on an image as a `BatchMatMulV2` of the image and its kernel, and
+`tf.matmul` does so in any version. That op views the last two axes of the image as a matrix and multiplies each by the
+kernel. An `Einsum` names the axes, so that the rules see a product per pixel. The gradient of the kernel is a
+`BatchMatMulV2` of two images that sums over one axis only; a `Sum` over the others follows. Both together become one
+`Einsum`, which reduces over the image.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from rewriters.ir.graph import Graph, Node, Shape, Tensor
+from rewriters.ir.static_values import StaticEvaluator, type_attr
+
+__all__: list[str] = []
+
+
+def rewrite_image_products(graph: Graph, evaluate: StaticEvaluator) -> bool:
+    """Rewrite all such products, in place.
+
+    Returns:
+        Whether there were any.
+    """
+    replaced: dict[Tensor, Tensor] = {}
+    for node in list(graph.nodes.values()):
+        if node.control_inputs:
+            continue
+        if node.op == "BatchMatMulV2":
+            product = _product_with_matrix(graph, node)
+        elif node.op == "Sum":
+            product = _gradient_of_matrix(graph, node, evaluate)
+        else:
+            continue
+        if product is not None:
+            replaced[node.out()] = product
+    graph.replace_tensors(replaced)
+    return bool(replaced)
+
+
+def _product_with_matrix(graph: Graph, node: Node) -> Tensor | None:
+    """Add the product of an image, `(batch, ..., a)`, and a matrix, `(a, b)` or transposed."""
+    image, matrix = node.inputs
+    if (
+        not image.shape
+        or len(image.shape) < 3
+        or matrix.shape is None
+        or len(matrix.shape) != 2
+        or _is_adjoint(node, 0)
+    ):
+        return None
+    is_transposed = _is_adjoint(node, 1)
+    columns = matrix.shape[0 if is_transposed else 1]
+    if image.dtype.is_complex or None in (*image.shape[1:], columns):
+        return None
+    pixels = string.ascii_lowercase[: len(image.shape) - 1]
+    equation = f"{pixels}y,{'zy' if is_transposed else 'yz'}->{pixels}z"
+    return _einsum(graph, node, equation, [image, matrix], (*image.shape[:-1], columns))
+
+
+def _gradient_of_matrix(graph: Graph, node: Node, evaluate: StaticEvaluator) -> Tensor | None:
+    """Add the sum over all pixels of the products of two images, `(batch, ..., a)` and `(batch, ..., b)`."""
+    product = node.inputs[0].node
+    if product.op != "BatchMatMulV2" or product.control_inputs or node.attrs["keep_dims"].b:
+        return None
+    first, second = product.inputs
+    if not _is_adjoint(product, 0) or _is_adjoint(product, 1) or first.dtype.is_complex:
+        return None
+    if not first.shape or not second.shape or len(first.shape) != len(second.shape) or len(first.shape) < 3:
+        return None
+    if None in (*first.shape[1:], *second.shape[1:]) or first.shape[1:-1] != second.shape[1:-1]:
+        return None
+    if evaluate.reduction_axes(node) != set(range(len(first.shape) - 2)):
+        return None
+    if not evaluate.sizes.assume_equal(evaluate.sizes.of(first), evaluate.sizes.of(second)):
+        return None
+    pixels = string.ascii_lowercase[: len(first.shape) - 1]
+    return _einsum(graph, node, f"{pixels}y,{pixels}z->yz", [first, second], (first.shape[-1], second.shape[-1]))
+
+
+def _is_adjoint(product: Node, position: int) -> bool:
+    return bool(product.attrs["adj_y" if position else "adj_x"].b)
+
+
+def _einsum(graph: Graph, near: Node, equation: str, operands: Sequence[Tensor], shape: Shape) -> Tensor:
+    dtype = near.outputs[0][0]
+    attrs = {
+        "equation": tf.compat.v1.AttrValue(s=equation.encode()),
+        "N": tf.compat.v1.AttrValue(i=len(operands)),
+        "T": type_attr(dtype),
+    }
+    return graph.add_beside(near, "Einsum", operands, attrs, [(dtype, shape)]).out()
