@@ -8,10 +8,12 @@ images that are unfolded concurrently depends on a cache size, not on the batch 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
 import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
@@ -263,8 +265,8 @@ def unfolded_at_once(op: str, dtype: tf.DType, call: KernelShape, sizes: Sequenc
 @functools.cache
 def last_level_cache() -> int:
     """Return the bytes of the last-level cache that 3-D kernels assume: the machine's, or a default."""
-    try:
-        num_bytes = os.sysconf(_SC_LEVEL3_CACHE_SIZE)
-    except (OSError, ValueError):
-        num_bytes = 0
+    num_bytes = 0
+    if sys.platform == "linux":  # The number means something else in other C libraries.
+        with contextlib.suppress(OSError, ValueError):
+            num_bytes = os.sysconf(_SC_LEVEL3_CACHE_SIZE)
     return num_bytes if num_bytes > 0 else 2 * 2**20

@@ -23,6 +23,21 @@ __all__: list[str] = []
 ARRAY_ALIGNMENT_BYTES = 64
 """Multiple at which TensorFlow uses the memory of an array without a copy."""
 
+_FULL_DISK = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
+
+
+def reason_unsupported(page_cache: bool = True) -> str:
+    """Return why this system cannot write spill files and read them back; empty if it can.
+
+    Args:
+        page_cache: As for `SpillStore`.
+    """
+    if not hasattr(os, "pwrite") or not hasattr(mmap, "MAP_PRIVATE"):
+        return "it needs `os.pwrite` and private memory maps (Linux or macOS)"
+    if not page_cache and not all(hasattr(os, name) for name in ("fdatasync", "posix_fadvise", "preadv")):
+        return "`page_cache=False` needs `os.fdatasync`, `os.posix_fadvise` and `os.preadv` (Linux)"
+    return ""
+
 
 def is_in_memory(directory: str, mounts: str = "/proc/self/mounts") -> bool:
     """Return whether the file system of a directory lies in memory; `False` where the system does not report it.
@@ -291,7 +306,7 @@ class SpillStore:
         free = "unknown"
         with contextlib.suppress(OSError):
             free = str(self.free_bytes())
-        problem = "is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else f"cannot be written: {error.strerror}"
+        problem = "is full" if error.errno in _FULL_DISK else f"cannot be written: {error.strerror}"
         return SpillError(
             f"The disk of {self.directory!r} {problem}. Swapping out `{name}` needs {needed} bytes, {free} are free. "
             "Pass another directory as `spill_dir=`, or swap fewer tensors."

@@ -109,6 +109,22 @@ def test_break_connections_leaves_no_descriptor_open():
         assert ours.recv(1) == b"", "it ends"
 
 
+def test_silent_worker_is_announced_once_where_connections_cannot_be_ended(monkeypatch, capsys):
+    monkeypatch.setattr("tflms_sft._util.open_files._FOLDERS", ("/nonesuch/fd",))
+    guard = worker_watch.WorkerWatch()
+    guard.silent = {"/job:worker/task:1": "no answer within 5 s"}
+    for _ in range(2):
+        guard._break({"/job:worker/task:1": free()})
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        "tflms-sft: /job:worker/task:1 does not answer, and this system does not list the connections"
+    )
+    monkeypatch.undo()
+    guard._announced.clear()
+    guard._break({"/job:worker/task:1": free()})
+    assert capsys.readouterr().err == ""
+
+
 def test_worker_watch_survives_error_and_restarts(monkeypatch, capsys):
     monkeypatch.setattr(worker_watch, "POLL_SECONDS", 0.01)
     asked, done = [], threading.Event()

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tflms_sft._cluster.spec import is_loopback, split_address
+from tflms_sft._util.open_files import open_descriptors
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """Client preface of HTTP/2, with empty settings."""
@@ -93,10 +94,10 @@ def break_connections(address: str) -> int:
         return 0
     peers: set[tuple[Any, ...]] = {target[:2] for *_, target in infos}
     broken = 0
-    for name in os.listdir("/proc/self/fd"):
+    for descriptor in open_descriptors() or ():
         with contextlib.suppress(OSError):  # The descriptor was closed meanwhile, or is not connected.
-            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                broken += _end_connection(os.dup(int(name)), peers)
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                broken += _end_connection(os.dup(descriptor), peers)
     return broken
 
 

@@ -19,6 +19,7 @@ import tensorflow as tf
 from rewriters.errors import WorkerError
 from rewriters.ir import tf_internals
 from tflms_sft._cluster.reachability import break_connections, missing
+from tflms_sft._util.open_files import open_descriptors
 
 POLL_SECONDS = 5.0
 """Time from an answer to the next poll."""
@@ -31,6 +32,11 @@ _PAUSE_SECONDS = 1.0
 
 _MAX_MISSED = 2
 """Number of missing answers in a row that counts as silence; a busy machine may miss one."""
+
+_NO_DESCRIPTORS = (
+    "tflms-sft: {} does not answer, and this system does not list the connections of a process (/proc/self/fd or "
+    "/dev/fd), so that they cannot be ended. A step may wait for the worker forever: end this program."
+)
 
 _WORKER = re.compile(r"/job:(\w+)/replica:0/task:(\d+)")
 _RESTARTED = "Unable to find a context_id"
@@ -53,6 +59,7 @@ class WorkerWatch:
         self.silent: Mapping[str, str] = {}
         self.lost: Mapping[str, str] = {}
         self._thread: threading.Thread | None = None
+        self._announced: set[str] = set()
 
     def begin(self) -> None:
         """Start the thread unless it runs."""
@@ -90,6 +97,9 @@ class WorkerWatch:
         for name in self.silent:
             if name in addresses:
                 break_connections(addresses[name])
+                if open_descriptors() is None and name not in self._announced:
+                    self._announced.add(name)
+                    print(_NO_DESCRIPTORS.format(name), file=sys.stderr, flush=True)
 
 
 WATCH = WorkerWatch()

@@ -8,6 +8,7 @@ import os
 import tensorflow as tf
 
 from rewriters.device import properties
+from rewriters.errors import RewriteError
 
 _MEMINFO = "/proc/meminfo"
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -15,9 +16,11 @@ _STATISTICS = ("/sys/fs/cgroup/memory.stat", "/sys/fs/cgroup/memory/memory.stat"
 _USAGES = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
 
 
-def free_memory() -> int:
-    """Return the free host memory in bytes, within the limit of a container."""
+def free_memory() -> int | None:
+    """Return the free host memory in bytes, within the limit of a container; `None` where the system reports none."""
     free = _available()
+    if free is None:
+        return None
     for limit, used, statistics in zip(map(_number, _LIMITS), map(_number, _USAGES), _STATISTICS, strict=True):
         if limit is not None and used is not None:
             free = min(free, max(limit - used + _cached(statistics), 0))
@@ -34,19 +37,31 @@ def _cached(statistics: str) -> int:
 
 
 def free_device_memory() -> int:
-    """Return the free bytes of the device whose memory is planned."""
+    """Return the free bytes of the device whose memory is planned.
+
+    Raises:
+        RewriteError: If the system does not report its free memory.
+    """
     if properties.name().startswith("CPU"):
-        return free_memory()
+        free = free_memory()
+        if free is None:
+            raise RewriteError(
+                'The budget "auto" needs the free memory of this machine, which only Linux reports. Give the budget as '
+                'a number of bytes or as a string, such as `memory_budget="4GiB"`.'
+            )
+        return free
     in_use = int(tf.config.experimental.get_memory_info(properties.name())["current"])
     return max(properties.memory_limit() - in_use, 0)
 
 
-def _available() -> int:
+def _available() -> int | None:
     with contextlib.suppress(OSError, ValueError), open(_MEMINFO, encoding="ascii") as lines:
         for line in lines:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
-    return int(os.sysconf("SC_AVPHYS_PAGES")) * int(os.sysconf("SC_PAGE_SIZE"))
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # Windows has no `sysconf`, macOS not this value.
+        return int(os.sysconf("SC_AVPHYS_PAGES")) * int(os.sysconf("SC_PAGE_SIZE"))
+    return None
 
 
 def _number(path: str) -> int | None:

@@ -20,7 +20,7 @@ import tensorflow as tf
 from rewriters.device import properties
 from rewriters.device.kernel_scratch import KernelShape, unfolded_at_once
 from rewriters.estimates.op_cost import DIRECT, NOMINAL, MachineRates
-from rewriters.swapping.spill_store import SpillStore
+from rewriters.swapping.spill_store import SpillStore, reason_unsupported
 
 __all__: list[str] = []
 
@@ -432,6 +432,8 @@ def _cache() -> float:
 
     Swaps reuse the files of the previous step, as in every step but the first; new files take several times as long.
     """
+    if reason_unsupported():
+        return NOMINAL.copied
     array = np.frombuffer(os.urandom(MAPPED_BYTES), np.uint8)
     try:
         store = SpillStore(tempfile.gettempdir())  # The store deletes its files.

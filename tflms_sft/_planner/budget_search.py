@@ -26,6 +26,7 @@ from rewriters.tiling.ft_segments import SkippedOps
 from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._planner.barrier_search import Barriers, BarrierSearch
+from tflms_sft._planner.swap_planner import reason_without_tier
 from tflms_sft._planner.swap_search import SwapSearch
 from tflms_sft._planner.tile_search import InferenceSearch, TrainingSearch
 from tflms_sft._planner.traced_step import (
@@ -151,6 +152,9 @@ def plans_within_budget(traced: TracedStep, params: AutoParams, advise: bool = F
     why = ""
     if not traced.analysis.backward:
         why = NO_SWAPS if isinstance(params.swap, SwapParams) else ""
+        params = dataclasses.replace(params, swap=False)
+    elif params.swap is True and (reason := reason_without_tier(swaps_within(params))):
+        why = f"nothing is swapped, because this system cannot swap to disk: {reason}"
         params = dataclasses.replace(params, swap=False)
     search = _search(traced)
     least = LeastMemory(traced, search, params)
@@ -383,7 +387,7 @@ def _remedy(traced: TracedStep, params: AutoParams, search: TileSearch, smallest
     """
     budget, fixed = params.memory_budget, traced.fixed_bytes
     larger = f'Pass memory_budget="{enough_bytes(smallest)}" or more'
-    if params.swap is False and traced.analysis.backward:
+    if params.swap is False and traced.analysis.backward and not reason_without_tier(swaps_within(params)):
         peak, _ = LeastMemory(traced, search, dataclasses.replace(params, swap=True)).peak()
         with_swaps = int(peak.peak_bytes * traced.correction / (1 - params.headroom)) + 1
         if with_swaps <= MAX_HELPFUL_FRACTION * smallest:

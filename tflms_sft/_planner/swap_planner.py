@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import os
-import resource
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import tensorflow as tf
@@ -19,7 +16,7 @@ from rewriters.errors import SwapError
 from rewriters.ir.graph import Graph, Node
 from rewriters.pipelining.stage_passes import StagedStep, with_swaps
 from rewriters.swapping.recompute_pooling import forward_pool_of, recomputed_pool_name
-from rewriters.swapping.spill_store import SpillStore, is_in_memory
+from rewriters.swapping.spill_store import SpillStore, is_in_memory, reason_unsupported
 from rewriters.swapping.swap_pass import Swap, SwapPlan, in_swap_order, insert_swaps, plan_swaps, without_copies
 from rewriters.swapping.tiers import DiskTier, HostTier
 from tflms_sft._machine.memory_info import free_memory
@@ -29,6 +26,7 @@ from tflms_sft._planner.traced_step import TracedStep
 from tflms_sft._report.peak_report import PeakNames
 from tflms_sft._report.plan_records import PlannedSwap
 from tflms_sft._util.byte_sizes import format_bytes
+from tflms_sft._util.open_files import open_descriptors, open_file_limits
 from tflms_sft._util.text import nearest, shortened
 
 MAX_PAGE_CACHE_FRACTION = 0.5
@@ -166,7 +164,8 @@ def make_tier(params: SwapParams) -> HostTier | DiskTier:
     """Return the tier of the parameters.
 
     Raises:
-        SwapError: For the host tier without an accelerator, where swapped tensors would stay in the same memory.
+        SwapError: For the host tier without an accelerator, where swapped tensors would stay in the same memory, and
+            for the disk tier on a system without spill files.
     """
     has_host = properties.name().startswith("GPU") or len(tf.config.list_logical_devices("CPU")) > 1
     if params.tier == "host" and not has_host:
@@ -174,7 +173,19 @@ def make_tier(params: SwapParams) -> HostTier | DiskTier:
             '`tier="host"` needs an accelerator: without one, host memory is the memory of the device. Use '
             '`tier="disk"`.'
         )
-    return HostTier() if _is_host_tier(params) else DiskTier(SpillStore(params.directory, params.page_cache))
+    if _is_host_tier(params):
+        return HostTier()
+    reason = reason_unsupported(params.page_cache)
+    if reason:
+        remedy = "Use tiles alone: `SFTParams`, or `swap=False` with a budget"
+        remedy = remedy if reason_unsupported() else "Use `page_cache=True`"
+        raise SwapError(f"This system cannot swap to disk: {reason}. {remedy}.")
+    return DiskTier(SpillStore(params.directory, params.page_cache))
+
+
+def reason_without_tier(params: SwapParams) -> str:
+    """Return why no tensor can be swapped with these parameters on this system; empty if some can be."""
+    return "" if _is_host_tier(params) else reason_unsupported(params.page_cache)
 
 
 def _is_host_tier(params: SwapParams) -> bool:
@@ -204,7 +215,10 @@ def _to_disk(params: SwapParams, out: int) -> bool:
     """Return whether `out` swapped bytes reach the disk itself, not its page cache alone."""
     if _is_host_tier(params):
         return False
-    return not params.page_cache or out > free_memory() * MAX_PAGE_CACHE_FRACTION
+    if not params.page_cache:
+        return True
+    free = free_memory()
+    return free is not None and out > free * MAX_PAGE_CACHE_FRACTION
 
 
 def out_seconds(traced: TracedStep, outs: Iterable[Node], params: SwapParams) -> dict[Node, float]:
@@ -266,11 +280,9 @@ def _no_space(store: SpillStore, needed: int) -> str:
 
 def _no_files(needed: int) -> str:
     """Return the reason why the process may not open `needed` more files; empty if it may."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    opened = 0
-    with contextlib.suppress(OSError):  # Not every system has it.
-        opened = len(os.listdir("/proc/self/fd"))
-    if limit == resource.RLIM_INFINITY or opened + needed <= limit:
+    limit, _ = open_file_limits()
+    opened = len(open_descriptors() or ())
+    if opened + needed <= limit:
         return ""
     return (
         f"A step swaps {needed} tensors to disk, each to a file of its own. This process may have {limit} files "

@@ -16,11 +16,11 @@ def write_json(path: Path, value: Any) -> None:
         OSError: If the file cannot be written; an earlier one is unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-        try:
+    file = tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8")
+    try:
+        with file:
             json.dump(value, file, indent=1)
-            file.flush()
-            os.replace(file.name, path)
-        except OSError:
-            os.unlink(file.name)
-            raise
+        os.replace(file.name, path)  # Windows replaces no file by an open one.
+    except OSError:
+        os.unlink(file.name)
+        raise
