@@ -11,9 +11,11 @@ README = HERE / "README.md"
 
 # Run, not imported: whoever builds a wheel need not have TensorFlow.
 VERSIONS = runpy.run_path(str(HERE / "tflms_sft" / "_version.py"))
+# The upper bounds are the next major versions: pip must not refuse a release because it is newer than the tested ones.
 TENSORFLOW, KERAS = (
-    ">={}.{},<{}.{}".format(*first, *after) for first, after in map(VERSIONS["SUPPORTED"].get, ("tensorflow", "keras"))
+    ">={}.{},<{}".format(*first, last[0] + 1) for first, last in map(VERSIONS["SUPPORTED"].get, ("tensorflow", "keras"))
 )
+FIRST_PYTHON, LAST_PYTHON = VERSIONS["PYTHON"]
 
 
 def long_description() -> str:
@@ -57,7 +59,7 @@ setup(
     package_data={"tflms_sft": ["py.typed"], "rewriters": ["py.typed"]},
     entry_points={"console_scripts": ["tflms-sft = tflms_sft._cli.main:main"]},
     zip_safe=False,  # type checkers read py.typed from disk
-    python_requires=">=3.11",  # Keras 3.15 asks for it
+    python_requires=">={}.{}".format(*FIRST_PYTHON),
     install_requires=[f"tensorflow{TENSORFLOW}", f"keras{KERAS}", "numpy"],
     extras_require={
         "gpu": [f"tensorflow[and-cuda]{TENSORFLOW}"],
@@ -89,7 +91,7 @@ setup(
         "Intended Audience :: Science/Research",
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3",
-        "Programming Language :: Python :: 3.11",
+        *(f"Programming Language :: Python :: 3.{minor}" for minor in range(FIRST_PYTHON[1], LAST_PYTHON[1] + 1)),
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],

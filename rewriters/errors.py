@@ -11,10 +11,11 @@ __all__ = ["BudgetError", "PipelineError", "RewriteError", "ScheduleError", "Seg
 
 
 class RewriteError(Exception):
-    """Raised for a step that cannot be rewritten. The message holds the reason and a remedy.
+    """Raised for a step, or versions of TensorFlow and Keras, that the compiler does not support.
 
-    Base class of the other errors. All are raised before a variable changes, except a `BudgetError` after a measured
-    step, a `WorkerError` during a step, and the error of a disk from which a tensor is read back.
+    The message holds the reason and a remedy. Base class of the other errors. All are raised before a variable changes,
+    except a `BudgetError` after a measured step, a `WorkerError` during a step, and the error of a disk from which a
+    tensor is read back.
     """
 
 

@@ -4,6 +4,11 @@ __all__ = ["__version__"]
 
 __version__ = "0.1.0"
 
-# The compiler reads graphs as these releases trace them; a new one is claimed once CI runs it.
-SUPPORTED = {"tensorflow": ((2, 21), (2, 22)), "keras": ((3, 15), (3, 16))}
-"""First version that is supported, and first that is not."""
+SUPPORTED = {"tensorflow": ((2, 18), (2, 21)), "keras": ((3, 8), (3, 15))}
+"""Oldest and newest release that `make test-versions` tests. Older releases are refused, newer ones used with a notice.
+
+The compiler reads graphs as TensorFlow and Keras trace them, so raise the newest release only after a test run.
+"""
+
+PYTHON = ((3, 10), (3, 13))
+"""Oldest and newest CPython, likewise."""

@@ -539,16 +539,39 @@ def test_doctor_tiles_small_step_beside_kernel_scratch(cli, monkeypatch):
     assert code == 0 and re.search(r"^ok +small step, tiles +1 segment\(s\); ", out, flags=re.MULTILINE)
 
 
-def test_doctor_without_requirements_fails(cli, monkeypatch):
-    supported = {"tensorflow": ((2, 3), (2, 4)), "nonesuch": ((1, 0), (2, 0))}
-    monkeypatch.setattr("tflms_sft._cli.doctor.SUPPORTED", supported)
+def test_doctor_with_wrong_results_fails(cli, monkeypatch):
     monkeypatch.setattr("tflms_sft._cli.doctor.MAX_RELATIVE_ERROR", -1.0)
     code, out, _ = cli("doctor", "--spill-dir", "none")
     failed = [line for line in out.splitlines() if line.startswith("FAILED")]
     assert code == 1 and out.endswith(f"{len(failed)} of {len(out.splitlines()) - 1} FAILED\n")
-    patterns = ("tensorflow .*; supported: 2.3 to below 2.4", "nonesuch +not installed", "spill directory .*'none'")
-    for pattern in (*patterns, "small step, tiles .* differ", "small step, swaps .*'none'"):
+    for pattern in ("spill directory .*'none'", "small step, tiles .* differ", "small step, swaps .*'none'"):
         assert any(re.search(pattern, line) for line in failed), pattern
+
+
+def test_doctor_with_old_or_missing_packages_fails_without_further_checks(cli, monkeypatch):
+    supported = {"tensorflow": ((2, 90), (2, 91)), "nonesuch": ((1, 0), (2, 0))}
+    monkeypatch.setattr("tflms_sft._cli.doctor.SUPPORTED", supported)
+    monkeypatch.setattr("tflms_sft._util.requirements.SUPPORTED", supported)
+    code, out, _ = cli("doctor")
+    failed = [line for line in out.splitlines() if line.startswith("FAILED")]
+    install = 'pip install --upgrade "tensorflow>=2.90,<3" "nonesuch>=1.0,<3"'
+    assert code == 1 and [" ".join(line.split()) for line in failed] == [
+        f"FAILED tensorflow {tf.__version__}; supported: 2.90 to 2.91; install with: {install}",
+        f"FAILED nonesuch not installed; install it with: {install}",
+    ]
+    assert "small step" not in out and "; other checks need supported versions of TensorFlow and Keras\n" in out
+
+
+def test_doctor_with_newer_packages_prints_note(cli, monkeypatch):
+    monkeypatch.setattr(
+        "tflms_sft._util.requirements.SUPPORTED", {"tensorflow": ((2, 0), (2, 1)), "keras": ((3, 0), (9, 0))}
+    )
+    monkeypatch.setattr("tflms_sft._cli.doctor.PYTHON", ((3, 0), (3, 1)))
+    code, out, _ = cli("doctor", "--json")
+    lines = {line["name"]: (line["status"], line["text"]) for line in json.loads(out)["lines"]}
+    assert code == 0 and lines["small step, tiles"][0] == "ok"
+    assert lines["tensorflow"] == ("note", f"{tf.__version__}; newer than the tested versions, 2.0 to 2.1")
+    assert lines["Python"][0] == "note" and lines["Python"][1].endswith("; newer than the tested versions, 3.0 to 3.1")
 
 
 # Documentation ----------------------------------------------------------------------------------------------

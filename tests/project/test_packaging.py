@@ -86,7 +86,13 @@ def version() -> str:
 
 def test_wheel_has_name_and_version(metadata):
     assert (metadata["Name"], metadata["Version"]) == ("tflms-sft", version())
-    assert metadata["Requires-Python"] == ">=3.11"
+    assert metadata["Requires-Python"] == ">=3.10"
+    minors = {"3.10", "3.11", "3.12", "3.13"}
+    classifiers = set(metadata.get_all("Classifier"))
+    prefix = "Programming Language :: Python :: 3."
+    assert {text for text in classifiers if text.startswith(prefix)} == {
+        f"Programming Language :: Python :: {minor}" for minor in minors
+    }
 
 
 def test_description_has_no_links_into_the_repository(metadata):
@@ -146,8 +152,8 @@ def test_wheel_has_requirements_and_extras(metadata):
         for extra in (None, *metadata.get_all("Provides-Extra"))
     }
     assert set(requires) == {None, "gpu", "plot", "compare", "docs", "examples", "test"}
-    assert requires[None] == {("tensorflow", "<2.22,>=2.21"), ("keras", "<3.16,>=3.15"), ("numpy", "")}
-    assert requires["gpu"] == {("tensorflow[and-cuda]", "<2.22,>=2.21")}
+    assert requires[None] == {("tensorflow", "<3,>=2.18"), ("keras", "<4,>=3.8"), ("numpy", "")}
+    assert requires["gpu"] == {("tensorflow[and-cuda]", "<3,>=2.18")}
     assert requires["plot"] == {("matplotlib", "")}
     assert requires["compare"] == {("matplotlib", ""), ("torch", "")}
     assert {"pytest", "setuptools", "wheel"} <= {name for name, _ in requires["test"]}

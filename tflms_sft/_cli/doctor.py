@@ -10,25 +10,25 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import importlib.util
+import math
 import os
 import platform
-import resource
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from rewriters.errors import RewriteError
 from tflms_sft._cli.exit_status import NOT_MET, OK, Outcome, Progress, table
+from tflms_sft._util import requirements
 from tflms_sft._util.byte_sizes import format_bytes
-from tflms_sft._version import SUPPORTED, __version__
+from tflms_sft._util.open_files import open_file_limits
+from tflms_sft._version import PYTHON, SUPPORTED, __version__
 
 __all__: list[str] = []
 
 FINE, NOTE, FAILED = "ok", "note", "FAILED"
-
-PYTHON = ((3, 11), (3, 14))
-"""First supported version, and first unsupported version after it."""
 
 MIN_OPEN_FILES = 1024
 """Limit of open files below which a step with many swapped tensors may fail."""
@@ -64,14 +64,18 @@ def execute(options: argparse.Namespace) -> Outcome:
         ("Keras", _keras),
         ("spill directory", lambda: _spill(options.spill_dir)),
     ]
-    progress.say("checking TensorFlow ...")
-    for name, check in checks:
-        lines.extend(_guarded(name, check))
-    progress.say("running a small step ...")
-    for name, trial in (("tiles", _try_tiles), ("swaps", lambda: _try_swaps(options.spill_dir))):
-        lines.extend(_guarded(f"small step, {name}", trial))
+    is_supported = not any(line.name in SUPPORTED and line.status == FAILED for line in lines)
+    if is_supported:
+        progress.say("checking TensorFlow ...")
+        for name, check in checks:
+            lines.extend(_guarded(name, check))
+        progress.say("running a small step ...")
+        for name, trial in (("tiles", _try_tiles), ("swaps", lambda: _try_swaps(options.spill_dir))):
+            lines.extend(_guarded(f"small step, {name}", trial))
     failed = sum(line.status == FAILED for line in lines)
     verdict = f"{failed} of {len(lines)} FAILED" if failed else "all requirements are met"
+    if not is_supported:
+        verdict += "; other checks need supported versions of TensorFlow and Keras"
     text = table([[line.status, line.name, line.text] for line in lines])
     data = {"command": "doctor", "ok": not failed, "lines": [dataclasses.asdict(line) for line in lines]}
     return Outcome(f"{text}\n{verdict}", data, NOT_MET if failed else OK)
@@ -86,11 +90,15 @@ def _guarded(name: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Find
 
 def _python() -> Iterator[Finding]:
     yield Finding(FINE, "tflms-sft", __version__)
-    first, after = PYTHON
-    is_supported = first <= sys.version_info[:2] < after
+    oldest, newest = PYTHON
     text = f"{platform.python_implementation()} {platform.python_version()}"
-    expected = "" if is_supported else f"; supported: {_range(first, after)}"
-    yield Finding(FINE if is_supported else FAILED, "Python", text + expected)
+    tested = "{}.{} to {}.{}".format(*oldest, *newest)
+    if sys.version_info[:2] < oldest:
+        yield Finding(FAILED, "Python", f"{text}; supported: {tested}")
+    elif sys.version_info[:2] > newest:
+        yield Finding(NOTE, "Python", f"{text}; newer than the tested versions, {tested}")
+    else:
+        yield Finding(FINE, "Python", text)
     for package in (*SUPPORTED, "numpy"):
         yield _version(package)
     plots = importlib.util.find_spec("matplotlib") is not None
@@ -99,25 +107,18 @@ def _python() -> Iterator[Finding]:
 
 
 def _version(package: str) -> Finding:
-    try:
-        version = importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        # Distributions such as tensorflow-cpu install the module under another name.
+    version = requirements.installed_version(package)
+    if version is None:
         if importlib.util.find_spec(package) is None:
-            expected = f"; supported: {_range(*SUPPORTED[package])}" if package in SUPPORTED else ""
-            return Finding(FAILED, package, f"not installed{expected}; install it with pip")
+            return Finding(FAILED, package, f"not installed; install it with: {requirements.pip_command()}")
         version = str(getattr(importlib.import_module(package), "__version__", "of unknown version"))
-    if package not in SUPPORTED:
-        return Finding(FINE, package, version)
-    first, after = SUPPORTED[package]
-    numbers = tuple(int(number) for number in version.split(".")[:2] if number.isdecimal())
-    if first <= numbers < after:
-        return Finding(FINE, package, version)
-    return Finding(FAILED, package, f"{version}; supported: {_range(first, after)}")
-
-
-def _range(first: tuple[int, int], after: tuple[int, int]) -> str:
-    return "{}.{} to below {}.{}".format(*first, *after)
+    if package in SUPPORTED and requirements.is_too_old(package, version):
+        supported, command = requirements.supported_range(package), requirements.pip_command()
+        return Finding(FAILED, package, f"{version}; supported: {supported}; install with: {command}")
+    if package in SUPPORTED and requirements.is_untested(package, version):
+        tested = requirements.supported_range(package)
+        return Finding(NOTE, package, f"{version}; newer than the tested versions, {tested}")
+    return Finding(FINE, package, version)
 
 
 def _machine() -> Iterator[Finding]:
@@ -181,10 +182,12 @@ def _budget() -> Iterator[Finding]:
     from tflms_sft._machine.memory_info import free_device_memory
     from tflms_sft._params.tile_params import AUTO_BUDGET_FRACTION
 
-    free = free_device_memory()
     fraction = AUTO_BUDGET_FRACTION
-    text = f"{format_bytes(fraction * free)} now, {fraction:.0%} of the free memory of {properties.name()}"
-    yield Finding(FINE, 'budget "auto"', text)
+    try:
+        free = format_bytes(fraction * free_device_memory())
+        yield Finding(FINE, 'budget "auto"', f"{free} now, {fraction:.0%} of the free memory of {properties.name()}")
+    except RewriteError as error:
+        yield Finding(NOTE, 'budget "auto"', str(error))
     path = rates_path()
     if path is None:
         yield Finding(NOTE, "rates", "nominal rates instead of measured rates (TFLMS_SFT_RATES=nominal)")
@@ -220,19 +223,23 @@ def _keras() -> Iterator[Finding]:
 
 
 def _spill(directory: str | None) -> Iterator[Finding]:
-    from rewriters.swapping.spill_store import is_in_memory
+    from rewriters.swapping.spill_store import is_in_memory, reason_unsupported
     from tflms_sft._params.swap_params import SwapParams
 
     where = SwapParams(spill_dir=directory).directory
+    reason = reason_unsupported()
+    if reason:
+        yield Finding(NOTE, "spill directory", f"this system cannot swap to disk: {reason}")
+        return
     free = format_bytes(shutil.disk_usage(where).free)
     if is_in_memory(where):
         text = f"{where} is in memory, so swapping to it saves no memory. Name a directory on disk with `spill_dir=`"
         yield Finding(NOTE, "spill directory", text)
     else:
         yield Finding(FINE, "spill directory", f"{where} on disk, {free} free")
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limits = ["unlimited" if limit == resource.RLIM_INFINITY else str(limit) for limit in (soft, hard)]
-    is_low = soft != resource.RLIM_INFINITY and soft < MIN_OPEN_FILES
+    soft, hard = open_file_limits()
+    limits = ["unlimited" if limit == math.inf else str(limit) for limit in (soft, hard)]
+    is_low = soft < MIN_OPEN_FILES
     remedy = "; each swapped tensor is an open file: raise the limit with `ulimit -n`" if is_low else ""
     yield Finding(NOTE if is_low else FINE, "open files", "limits: soft {}, hard {}".format(*limits) + remedy)
 
@@ -247,8 +254,14 @@ def _try_tiles() -> Iterator[Finding]:
 
 def _try_swaps(directory: str | None) -> Iterator[Finding]:
     from tflms_sft._params.swap_params import SwapParams
+    from tflms_sft._planner.swap_planner import reason_without_tier
 
-    yield _compare_small_step("swaps", SwapParams(spill_dir=directory, min_bytes=1))
+    params = SwapParams(spill_dir=directory, min_bytes=1)
+    reason = reason_without_tier(params)
+    if reason:
+        yield Finding(NOTE, "small step, swaps", f"this system cannot swap to disk: {reason}")
+    else:
+        yield _compare_small_step("swaps", params)
 
 
 def _compare_small_step(name: str, params: object) -> Finding:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from rewriters.errors import BudgetError, RewriteError
 from tflms_sft._cli import parser
 from tflms_sft._cli.exit_status import INTERRUPTED, NOT_MET, WRONG_ARGUMENTS, Outcome, UsageError
+from tflms_sft._util.requirements import check_versions
 
 __all__: list[str] = []
 
@@ -45,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         # Output of the model's own code must not mix with the result.
         with contextlib.redirect_stdout(sys.stderr):
+            if options.command != "doctor":  # It reports versions itself.
+                check_versions()
             command = importlib.import_module(f"tflms_sft._cli.{_MODULES.get(options.command, options.command)}")
             outcome = command.execute(options)
         code = _print_outcome(outcome, options.json)

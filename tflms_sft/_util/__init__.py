@@ -1,1 +1,1 @@
-"""Text, byte sizes, progress lines and bisection, without TensorFlow and without terms of the project."""
+"""Text, byte sizes, progress lines, bisection and versions of requirements, without TensorFlow."""

@@ -1,0 +1,90 @@
+"""Installed TensorFlow and Keras against the supported versions, without an import of either."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import sys
+
+from rewriters.errors import RewriteError
+from tflms_sft._version import SUPPORTED
+
+TITLES = {"tensorflow": "TensorFlow", "keras": "Keras"}
+
+_DISTRIBUTIONS = {
+    "tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tensorflow-macos", "tf-nightly"),
+    "keras": ("keras", "keras-nightly"),
+}
+"""Distributions that install a module, the usual one first."""
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of an imported or installed package; `None` if it is absent or has an unknown distribution."""
+    version = getattr(sys.modules.get(package), "__version__", None)
+    if version is not None:
+        return str(version)
+    import importlib.metadata  # Slow, and `tflms-sft --help` must answer at once.
+
+    for name in _DISTRIBUTIONS.get(package, (package,)):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return None
+
+
+def release_of(version: str) -> tuple[int, int] | None:
+    """Return major and minor number of a version such as `"2.18.0rc1"`; `None` for other text."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return None if match is None else (int(match[1]), int(match[2]))
+
+
+def is_too_old(package: str, version: str) -> bool:
+    """Return whether a version is older than the oldest supported release."""
+    release = release_of(version)
+    return release is not None and release < SUPPORTED[package][0]
+
+
+def is_untested(package: str, version: str) -> bool:
+    """Return whether a version is newer than the newest tested release."""
+    release = release_of(version)
+    return release is not None and release > SUPPORTED[package][1]
+
+
+def supported_range(package: str) -> str:
+    """Return a text such as `"2.18 to 2.21"`."""
+    return "{}.{} to {}.{}".format(*SUPPORTED[package][0], *SUPPORTED[package][1])
+
+
+def pip_command() -> str:
+    """Return the command that installs supported versions."""
+    bounds = (f'"{name}>={first[0]}.{first[1]},<{last[0] + 1}"' for name, (first, last) in SUPPORTED.items())
+    return f"pip install --upgrade {' '.join(bounds)}"
+
+
+@functools.cache
+def check_versions() -> None:
+    """Refuse versions that are too old, and print one line about each that is newer than the tested versions.
+
+    Raises:
+        RewriteError: With the versions found, the supported versions and the command that installs them.
+    """
+    versions = {package: installed_version(package) for package in SUPPORTED}
+    found = {package: version for package, version in versions.items() if version is not None}
+    old = [f"{TITLES[package]} {version}" for package, version in found.items() if is_too_old(package, version)]
+    if old:
+        supported = " and ".join(f"{TITLES[package]} {supported_range(package)}" for package in SUPPORTED)
+        raise RewriteError(
+            f"tflms-sft needs {supported}. Found: {' and '.join(old)}. Install supported versions with: {pip_command()}"
+        )
+    for package, version in found.items():
+        if is_untested(package, version):
+            print(f"tflms-sft: {untested_text(package, version)}", file=sys.stderr, flush=True)
+
+
+def untested_text(package: str, version: str) -> str:
+    """Return the notice about a version that is newer than the tested versions."""
+    major, minor = SUPPORTED[package][1]
+    return (
+        f"{TITLES[package]} {version} is newer than the tested versions ({supported_range(package)}). Check it with "
+        f'`tflms-sft doctor`, or install a tested version with: pip install "{package}<{major}.{minor + 1}"'
+    )
