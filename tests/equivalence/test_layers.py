@@ -41,6 +41,10 @@ def dropped(x):
     return layers.GaussianNoise(0.3, seed=1)(x)
 
 
+def root_mean_square(x):
+    return getattr(layers, "RMSNormalization", layers.UnitNormalization)()(x)  # Keras 3.8 has no such layer.
+
+
 def shared(x):
     """Both calls add one tensor, and TensorFlow sums it before the other operands."""
     conv = layers.Conv2D(4, 3, padding="same", bias_initializer="random_normal")
@@ -116,7 +120,7 @@ NETS = {
     "dense": (2, normed, lambda x: layers.Dense(5, activation="gelu")(x)),
     "dense, 1-D": (1, normed, lambda x: layers.Dense(5)(layers.Dense(3, use_bias=False)(x))),
     "dense, 3-D": (3, normed, lambda x: layers.EinsumDense("bdhwc,cx->bdhwx", (None, None, None, 3))(x)),
-    "over channels": (2, normed, lambda x: layers.UnitNormalization()(layers.RMSNormalization()(x))),
+    "over channels": (2, normed, lambda x: layers.UnitNormalization()(root_mean_square(x))),
     "slopes for each pixel": (2, normed, lambda x: layers.PReLU("random_normal")(x)),
     "slopes for each pixel, no barrier": (2, plain, lambda x: layers.PReLU("random_normal")(x)),
     "positions": (2, normed, lambda x: Positions()(x)),

@@ -148,7 +148,7 @@ HERE = ["CPU:0"] * 4
 
 def train_step(model):
     """Return a step with a loss, its gradients, and an update with a slot for each weight."""
-    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9, name="sgd")  # Before version 3.15 Keras's default is "SGD".
     optimizer.build(model.trainable_variables)
     loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 

@@ -12,6 +12,8 @@ from rewriters.errors import RewriteError
 from tflms_sft.unets import Architecture, sample_parallel, sample_tiling
 
 TOLERANCE = 1e-12
+# Keras before 3.10 logs the losses of the first replica alone.
+LOGS_ALL_REPLICAS = getattr(keras.metrics.Mean().total, "synchronization", None) == "on_read"
 LEAST = Architecture("least", 2, 1)
 
 
@@ -33,7 +35,7 @@ def the_same(results, steps):
     """Losses of all steps, logs, `evaluate`; then all weights, slots and counters, in each replica."""
     assert "4" in results
     for result in results.values():
-        assert result["losses"] < TOLERANCE and result["variables"] < TOLERANCE
+        assert result["variables"] < TOLERANCE and (result["losses"] < TOLERANCE or not LOGS_ALL_REPLICAS)
         assert result["copies"] and result["steps"] == steps
         assert result["moved"] > 1e-3, "they have trained"
 

@@ -31,7 +31,9 @@ def test_verify_batch_norm_model_is_equal_in_float64():
     assert sorted(names["output"]) == ["accuracy", "loss"]
     weights = [f"conv0{part}/{of}" for part in "ab" for of in ("kernel", "bias")]
     assert set(weights) < set(names["gradient"]) and len(names["gradient"]) == 8 and not result.not_compared
-    assert {"norm0/moving_mean", "sgd/conv0a_kernel_momentum", *weights} < set(names["variable"])
+    # Keras before 3.15 names the optimizer "SGD".
+    variables = {name.replace("SGD", "sgd") for name in names["variable"]}
+    assert {"norm0/moving_mean", "sgd/conv0a_kernel_momentum", *weights} < variables
     first, headline, *_ = result.summary().splitlines()
     assert first == "Equal up to float64 rounding: 34 tensors compared, after 1 step(s)"
     assert headline == f"  {result.plan.headline()}"
