@@ -18,6 +18,7 @@ DOCS = Path(__file__).resolve().parent
 LINK_OUT = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+[^)#\s]+)((?:#[^)]*)?)\)")
 MARK = re.compile(r"^(```\w+) (\S+)$", flags=re.MULTILINE)
 MERMAID = re.compile(r'<script type="module">(?:(?!</script>).)*?mermaid.*?</script>', flags=re.DOTALL)
+NOTEBOOK_LINK = re.compile(r'(href="(?!https?:)[^"#]*)\.md\b')
 COMMENT = "<!-- generated: command-line -->"
 
 
@@ -25,6 +26,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Fill in generated parts, drop marks of blocks, and replace links to files outside of the site by their paths."""
     text = MARK.sub(_without_mark, with_generated_parts(markdown))
     return LINK_OUT.sub(lambda link: _inside(link, page.file.src_uri), text)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Let links of notebooks lead to pages of the site; those of Markdown pages are changed by mkdocs."""
+    return NOTEBOOK_LINK.sub(r"\1.html", html) if page.file.src_uri.endswith(".ipynb") else html
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:

@@ -1,10 +1,10 @@
 """Expands grouped convolutions into ops that have CPU kernels.
 
 TensorFlow's own CPU kernels have no gradients of grouped convolutions, so Keras lets XLA compile each of them, on any
-device. XLA's CPU code for them is 5 to 100 times slower than the ops of this module (`docs/develop/decisions.md`). No model
-covers its memory, and a call cannot be tiled. This module inlines the call. On a CPU it then replaces a convolution
-with one input channel per group by a depthwise convolution, and any other by one convolution per group. On a GPU the
-grouped convolution stays: cuDNN supports groups.
+device. XLA's CPU code for them is 5 to 100 times slower than the ops of this module (`docs/develop/decisions.md`). No
+model covers its memory, and a call cannot be tiled. This module inlines the call. On a CPU it then replaces a
+convolution with one input channel per group by a depthwise convolution, and any other by one convolution per group.
+On a GPU the grouped convolution stays: cuDNN supports groups.
 """
 
 from __future__ import annotations

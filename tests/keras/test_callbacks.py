@@ -335,6 +335,16 @@ def test_later_step_over_budget_without_smaller_plan_trains_on(measured_peaks):
         fitted(callback, lambda m, c: m.fit(X, Y, batch_size=4, epochs=3, callbacks=c, **SETTINGS))
 
 
+def test_later_step_over_budget_without_epochs_gives_a_remedy(capsys, measured_peaks):
+    measured_peaks += [600 * 2**10, 750 * 2**10, 760 * 2**10]
+    model = net()
+    with tflms_sft.budget(model, "700KiB"):
+        for _ in range(3):
+            model.train_on_batch(X[:4], Y[:4])
+    lines = [line for line in capsys.readouterr().out.splitlines() if "a later step used" in line]
+    assert lines == ["tflms-sft: a later step used 750 KiB, more than its budget of 700 KiB; pass a larger `headroom`."]
+
+
 @pytest.fixture(params=[0, 2**30], ids=["fresh", "used"])
 def is_used(request, monkeypatch):
     """Give the process an earlier peak, or none."""

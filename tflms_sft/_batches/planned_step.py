@@ -41,7 +41,7 @@ class PlannedStep:
         excess: Peak of a later step that exceeded the budget.
         correction: Measured peak over the predicted peak of an earlier plan; `None` before there is one.
         correction_before: Correction of the plan that is discarded because of such an excess.
-        has_smallest_plan: Whether no corrected plan fits, so that this one stays.
+        keeps_plan: Whether no corrected plan fits, so that this one stays.
     """
 
     shapes: Shapes = ()
@@ -58,7 +58,7 @@ class PlannedStep:
     excess: Measurement | None = None
     correction: float | None = None
     correction_before: float | None = None
-    has_smallest_plan: bool = False
+    keeps_plan: bool = False
     _on_batch: Any = dataclasses.field(init=False, default=None, repr=False)
 
     def run(self, batches: Any) -> Any:

@@ -37,13 +37,17 @@ def over_budget_warning(plan: Plan) -> str:
     return f"tflms-sft: the step used {used}, more than its budget of {budget}; planning again with the measured peak."
 
 
-def later_excess_line(plan: Plan, measured: Measurement) -> str:
-    """Return the line about a later step that exceeded the budget."""
+def later_excess_line(plan: Plan, measured: Measurement, *, has_epochs: bool) -> str:
+    """Return the line about a later step that exceeded the budget.
+
+    Args:
+        plan: The plan of the step.
+        measured: The peak of the step.
+        has_epochs: Whether each epoch may have a new plan.
+    """
     used, budget = format_excess(measured.peak_bytes, plan.memory_budget or 0)
-    return (
-        f"tflms-sft: a later step used {used}, more than its budget of {budget}; the next epoch is planned again with "
-        "this peak."
-    )
+    remedy = "the next epoch is planned again with this peak" if has_epochs else "pass a larger `headroom`"
+    return f"tflms-sft: a later step used {used}, more than its budget of {budget}; {remedy}."
 
 
 def many_sizes_line(number: int) -> str:

@@ -318,7 +318,7 @@ class StepPatch:
         Raises:
             BudgetError: If the plan was corrected before.
         """
-        if not exceeds_budget(plan) or self._now.has_smallest_plan:
+        if not exceeds_budget(plan) or self._now.keeps_plan:
             return
         if self._now.is_replanned:
             raise over_budget_error(plan, is_used=bool(self.watch.has_earlier_work))
@@ -330,11 +330,12 @@ class StepPatch:
         self._discard_plan()
 
     def _report_excess(self, plan: Plan, measured: Measurement | None) -> None:
-        """Say once for each plan that a later step exceeded the budget, and have the next epoch planned again."""
+        """Say once for each plan that a later step exceeded the budget, and have a next epoch planned again."""
         if measured is None or self._now.excess is not None or not exceeds_budget(plan, measured):
             return
         self._now.excess = measured
-        self._tell(later_excess_line(plan, measured))
+        has_epochs = self.kind is TRAINING and self._training is not None
+        self._tell(later_excess_line(plan, measured, has_epochs=has_epochs))
 
     def _tell(self, text: str) -> None:
         """Print a line, or warn where no lines are printed."""
@@ -349,7 +350,7 @@ class StepPatch:
         The peak of that step corrects the memory model. If no corrected plan fits, the present one stays.
         """
         for planned in self._planned:
-            if planned.excess is None or planned.plan is None or planned.has_smallest_plan:
+            if planned.excess is None or planned.plan is None or planned.keeps_plan:
                 continue
             self._now = planned
             planned.correction_before = self._correction
@@ -568,7 +569,7 @@ class StepPatch:
         except BudgetError:
             if before is None:
                 raise
-        self._now.has_smallest_plan = True
+        self._now.keeps_plan = True
         self._correct(before)
         analysed.correction = before
         return rewrite_traced(analysed, self._size_params)
