@@ -195,7 +195,7 @@ def test_sample_parallel_of_other_losses_is_refused():
     model = net()
     for loss in (dice, keras.losses.Dice(), keras.losses.Dice(axis=(1, 2))):
         model.compile("sgd", loss)
-        refused("a value for each pixel, .* the shape .* for 2 images with results of 12 x 12 pixels", model)
+        refused("a value for each pixel. Received: .* the shape .* for 2 images with results of 12 x 12 pixels", model)
     model.compile("sgd", keras.losses.MeanSquaredError(reduction="sum"))
     sample_parallel(model, of_arrays(), (2, 2), "sum")
     refused('needs a loss with reduction="mean" or "sum_over_batch_size".*reduction=.sum.', model)

@@ -103,7 +103,7 @@ def test_swap_params_defaults_equal_tflms_table_2():
         ({"starting_op_names": ["functional"]}, "`starting_op_names` names nothing in the step"),
         ({"starting_scope": "fuctional"}, "`starting_scope` names nothing in the step. .* Nearest: 'functional"),
         ({"optimizer_scopes": "sgd"}, "`optimizer_scopes` names nothing in the step"),
-        ({"min_bytes": "1GiB"}, "Nothing is swapped: .* tensor.s. could be, .* `min_bytes` .1.00 GiB. exclude all"),
+        ({"min_bytes": "1GiB"}, "exclude all .* tensor.s. that could be swapped, .* Lower `min_bytes` .1.00 GiB."),
         (
             {"ctrld_strategy": "direct_order", "lb": 9000},
             "no op can trigger its swap-in for .* Lower `lb` or raise `ub`",

@@ -448,7 +448,7 @@ def test_arguments_of_different_open_sizes_equal_original_step():
         ("x", TypeError, "`batched` must be a list of names or positions. Received: batched='x'"),
         ([1.5], TypeError, "`batched` must be a list of names or positions"),
         ([], ValueError, "`batched` must name at least one argument"),
-        (["x", "nothing"], ValueError, r"'x' is unknown or .* The arguments are \['args_0', 'args_1'\]"),
+        (["x", "nothing"], ValueError, r"is unknown or .* The arguments are \['args_0', 'args_1'\]"),
         ([2], ValueError, "`batched` must name arguments of the step that have axes, .* 2 is unknown"),
         ([0, 1], ValueError, "arguments of one leading size"),
     ],

@@ -333,7 +333,7 @@ def test_bool_results_are_refused():
         w.assign_sub(tape.gradient(loss, w))
         return tf.reduce_any(x > 0)
 
-    with pytest.raises(PipelineError, match="of type bool, has no batch axis, .* Leave it out"):
+    with pytest.raises(PipelineError, match="has dtype bool and has no batch axis, .* Leave it out"):
         in_parts(step, 2, np.ones((4, 3)))
 
 

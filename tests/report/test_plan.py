@@ -14,10 +14,11 @@ from keras import layers
 
 import tflms_sft
 from tflms_sft import AutoParams, LMSParams, SegmentSpec, SFTParams
-from tflms_sft._report.memory_chart import Span, merge_spans, readable
+from tflms_sft._report.memory_chart import Span, merge_spans
 from tflms_sft._report.plan_records import PlannedSwap
 from tflms_sft._report.summary import rows
 from tflms_sft._util.byte_sizes import format_bytes
+from tflms_sft._util.text import readable
 
 IMAGES = np.zeros((2, 32, 32, 3), "float32")
 
