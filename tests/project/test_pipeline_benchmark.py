@@ -153,14 +153,9 @@ def test_chart_has_a_panel_for_each_part(tmp_path):
     assert (tmp_path / "all.png").stat().st_size > 10_000
 
 
-def test_pipeline_page_equals_the_stored_results():
-    folder = pipeline._results.RESULTS
-    report = json.loads((folder / "pipeline.json").read_text(encoding="utf-8"))
-    page = (folder.parent / "README.md").read_text(encoding="utf-8")
-    assert pipeline.schedules_table(report["schedules"]) in page
-    assert pipeline.memory_table(report["memory"]) in page
-    assert pipeline.scaling_tables(report["models"]).split("\n\n")[1] in page
-    assert all(promise["kept"] for promise in report["promises"])
+def test_stored_results_keep_all_promises():
+    report = json.loads((pipeline._results.RESULTS / "pipeline.json").read_text(encoding="utf-8"))
+    assert report["promises"] and all(promise["kept"] for promise in report["promises"])
 
 
 # Steps --------------------------------------------------------------------------------------------------------
