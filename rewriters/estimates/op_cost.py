@@ -101,7 +101,7 @@ class MachineRates:
 NOMINAL = MachineRates(flops={_ANY: 1e11}, touched={_ANY: 1.25e10}, weights=2.5e9)
 """Rates of a machine of the 2020s, within a factor of two: 8 flops take as long as moving a byte.
 
-docs/develop/decisions.md has the measurement behind the rate of weights: "Every turn pays for its weights".
+docs/develop/decisions.md has the measurement behind the rate of weights: "Every iteration pays for its weights".
 """
 
 
