@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/explanation/how-it-works.md, docs/reference/reports.md, docs/how-to/several-devices.md and CONTRIBUTING.md.
+"""Draws the pictures of the documentation.
 
     python docs/pictures/make.py [FOLDER]
 
@@ -8,6 +8,8 @@ The pictures show real graphs and plans at nominal rates. They come out the same
 
 from __future__ import annotations
 
+import io
+import itertools
 import os
 import sys
 
@@ -19,8 +21,11 @@ from typing import Any
 import architecture
 import keras
 import tensorflow as tf
+import tiles_animation
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Rectangle
+from PIL import Image
+from step_trace import Moment, step_trace
 
 import tflms_sft
 from rewriters.analysis.graph_analysis import GraphAnalysis
@@ -33,11 +38,26 @@ from rewriters.rules.intervals import partition
 from rewriters.tiling import ft_segments
 from rewriters.tiling.segment import Segment
 from rewriters.tiling.tile_planner import Grid
+from tflms_sft._planner.budget_search import plans_within_budget
+from tflms_sft._planner.requested_tiles import plan_sft
+from tflms_sft._planner.traced_step import TracedStep, analyse_step
 from tflms_sft._report.schedule_chart import draw_schedule
+from tflms_sft._trace.step_tracing import trace_step
+from tflms_sft._util.byte_sizes import parse_bytes
 
 FOLDER = Path(*sys.argv[1:] or [__file__, ".."]).resolve()
-FORWARD, BACKWARD, WAITS, PLAIN = "#1d5fd1", "#b35fb5", "#c62828", "#8b909a"
+FORWARD, BACKWARD, SAVED, ORIGINAL = "#1d5fd1", "#b35fb5", "#c62828", "#7a808b"
 LOOPS = ("#e8effb", "#f6eaf6")
+BUDGET = "300MiB"
+
+
+def traced_model(model: keras.Model, optimizer: str) -> TracedStep:
+    """Return the traced training step of a classifier of images."""
+    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.optimizer.build(model.trainable_variables)
+    step = tf.function(lambda images, labels: model.train_step((images, labels)), autograph=False)
+    specs = tf.TensorSpec(model.inputs[0].shape), tf.TensorSpec((1,), tf.int32)
+    return analyse_step(*trace_step(step, specs, {}), 1)
 
 
 def traced_small() -> tuple[GraphAnalysis, Segment]:
@@ -85,7 +105,7 @@ def draw_graph(analysis: GraphAnalysis, segment: Segment) -> None:
     floor = 0.45 - len(segment.forward)
     for x, width, color, begin, text in (
         (-0.45, 0.9, LOOPS[0], (-0.45, 0.62), "forward loop"),
-        (1.02, 2.06, LOOPS[1], (2.1, floor), "backward loop, which\ncomputes the forward\npart again, by tiles"),
+        (1.02, 2.06, LOOPS[1], (2.1, floor), "backward loop, which first\nrecomputes the forward\npart of each tile"),
     ):
         box = (x, 0.4 - len(segment.forward)), width, len(segment.forward) + 0.15
         axes.add_patch(FancyBboxPatch(*box, boxstyle="round,pad=0.04", fc=color, ec="none", zorder=0))
@@ -104,10 +124,10 @@ def draw_graph(analysis: GraphAnalysis, segment: Segment) -> None:
         forward = x == 0
         for tensor in dict.fromkeys(node.inputs):
             if tensor == entry:
-                arrow(axes, image, boxes[node], FORWARD if forward else WAITS, not forward, 0 if forward else -0.08)
+                arrow(axes, image, boxes[node], FORWARD if forward else SAVED, not forward, 0 if forward else -0.08)
             elif tensor.node in at:
                 across = at[tensor.node][0] == 0 and not forward
-                color = WAITS if across else FORWARD if forward else BACKWARD
+                color = SAVED if across else FORWARD if forward else BACKWARD
                 arrow(axes, boxes[tensor.node], boxes[node], color, across)
             elif tensor in segment.grad_entries:
                 arrow(axes, head, boxes[node], BACKWARD, False)
@@ -119,7 +139,7 @@ def draw_graph(analysis: GraphAnalysis, segment: Segment) -> None:
     meanings = (
         (FORWARD, "-", "forward"),
         (BACKWARD, "-", "backward"),
-        (WAITS, "--", "waits for the backward pass: this is the memory"),
+        (SAVED, "--", "saved for the backward pass: most of the memory of training"),
     )
     for row, (color, dashes, text) in enumerate(meanings):
         y = bottom[1] - 0.6 - 0.36 * row
@@ -173,15 +193,16 @@ def draw_tiles(analysis: GraphAnalysis, segment: Segment) -> None:
             axes.add_patch(Rectangle(corner, *size, fc=color, alpha=0.32, ec="none", zorder=1))
             axes.add_patch(Rectangle(corner, *size, fill=False, ec=color, lw=2, zorder=3))
             if tile:
-                text = f"[{lo[0]},{hi[0]})"
-        axes.text(6, -0.5, f"{name}\n{height}x{width}, rows {text}", ha="center", va="bottom", fontsize=9.5)
+                text = f"blue: rows {lo[0]} to {hi[0] - 1}"
+        axes.text(6, -0.5, f"{name}, {height} x {width}\n{text}", ha="center", va="bottom", fontsize=9.5)
         axes.set_xlim(-0.15, 12.15)
         axes.set_ylim(12.15, -1.9)
         axes.set_aspect("equal")
         axes.axis("off")
     figure.supxlabel(
-        "Grey lines: 3x3 tiles without halos. Yellow and blue: what the first tile and the one in the middle read of "
-        "the image, and compute.\nWhere both lie, both compute it.",
+        "Grey lines: 3 x 3 tiles without halos. Yellow and blue: the regions of the first and of the middle tile. "
+        "A loop reads the region of the image\nand computes the regions of the layers. The pixels where both regions "
+        "lie, the halo, are computed twice.",
         fontsize=9,
     )
     save(figure, "tiles.png")
@@ -191,26 +212,53 @@ def draw_tiles(analysis: GraphAnalysis, segment: Segment) -> None:
 
 
 def draw_memory() -> None:
-    """Draw the memory of a network of six convolutions, plain and within a budget."""
+    """Draw the memory of a network of six convolutions over a step, original and within a budget."""
     image = x = keras.Input((768, 768, 3), batch_size=1, name="image")
     for block, filters in enumerate((32, 64, 128), 1):
         for part in "ab":
             x = keras.layers.Conv2D(filters, 3, padding="same", activation="relu", name=f"conv{block}{part}")(x)
         x = keras.layers.MaxPool2D(name=f"pool{block}")(x)
     x = keras.layers.GlobalAveragePooling2D(name="mean")(x)
-    model = keras.Model(image, keras.layers.Dense(8, name="classes")(x))
-    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    model.optimizer.build(model.trainable_variables)
-    step = tf.function(lambda x, y: model.train_step((x, y)), autograph=False)
-    specs = tf.TensorSpec((1, 768, 768, 3)), tf.TensorSpec((1,), tf.int32)
-    plan = tflms_sft.rewrite(step, tflms_sft.AutoParams("300MiB"), *specs).plan
-    print(plan.headline())
-    save(plan.plot(), "memory.png")
+    traced = traced_model(keras.Model(image, keras.layers.Dense(8, name="classes")(x)), "adam")
+    params = tflms_sft.AutoParams(BUDGET, swap=False)
+    plans = next(plans_within_budget(traced, params.resolved(traced.fixed_bytes))).plans
+    draw_before_after(step_trace(traced), step_trace(traced, plans))
+
+
+def draw_before_after(original: list[Moment], rewritten: list[Moment]) -> None:
+    """Draw the bytes in use over a step before and after rewriting, with the budget."""
+    budget = parse_bytes(BUDGET, "budget") / 2**20
+    figure = Figure(figsize=(8.2, 4.1), layout="constrained")
+    axes = figure.add_subplot()
+    peaks = []
+    for moments, color in ((original, ORIGINAL), (rewritten, FORWARD)):
+        places = [moment.begin for moment in moments] + [moments[-1].end]
+        values = [moment.num_bytes / 2**20 for moment in moments]
+        axes.fill_between(places, [*values, values[-1]], step="post", color=color, alpha=0.22, lw=0)
+        axes.plot(places, [*values, values[-1]], drawstyle="steps-post", color=color, lw=1.3)
+        peaks.append(max(values))
+        axes.plot(places[values.index(peaks[-1])], peaks[-1], "o", color=color, ms=5)
+    end = rewritten[-1].end
+    axes.axhline(budget, color=SAVED, ls="--", lw=1.5)
+    bold = {"fontweight": "bold", "fontsize": 11}
+    right = end + 0.12  # Room for the label of the budget.
+    axes.text(right, budget + 6, f"budget {budget:.0f} MiB", color=SAVED, ha="right", va="bottom", **bold)
+    axes.text(0.44, peaks[0] + 8, f"original training: peak {peaks[0]:.0f} MiB", color="#555b66", ha="center", **bold)
+    inside = {"fc": "white", "ec": "none", "alpha": 0.8, "pad": 2}
+    text = f'MemoryBudget("{BUDGET}"): peak {peaks[1]:.0f} MiB, {end:.2f} times as long'
+    axes.text(0.5 * end, 40, text, color=FORWARD, ha="center", bbox=inside, **bold)
+    axes.set_title("Memory over one training step", loc="left", fontweight="bold")
+    axes.set_xlabel("predicted time (original step = 1); each tooth of the blue line is a tile")
+    axes.set_ylabel("memory in use (MiB)")
+    axes.set_xlim(0, right)
+    axes.set_ylim(0, 1.12 * peaks[0])
+    axes.spines[["top", "right"]].set_visible(False)
+    save(figure, "memory.png")
 
 
 def draw_measured() -> None:
-    """Draw predicted and measured memory of six convolutions on an image of 256 x 256 pixels."""
-    layers: list[Any] = [keras.Input((256, 256, 3), batch_size=1)]
+    """Draw predicted and measured memory of six convolutions on an image of 512 x 512 pixels."""
+    layers: list[Any] = [keras.Input((512, 512, 3), batch_size=1, name="image")]
     for number, filters in enumerate((16, 16, 32, 32, 64, 64)):
         name = f"conv{number // 2 + 1}{'ab'[number % 2]}"
         layers.append(keras.layers.Conv2D(filters, 3, padding="same", activation="relu", name=name))
@@ -219,14 +267,55 @@ def draw_measured() -> None:
     model = keras.Sequential([*layers, keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(10)])
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     model.optimizer.build(model.trainable_variables)
-    batch = tf.random.stateless_normal((1, 256, 256, 3), (1, 2)), tf.zeros(1, tf.int32)
+    batch = tf.random.stateless_normal((1, 512, 512, 3), (1, 2)), tf.zeros(1, tf.int32)
     step = tf.function(lambda images, labels: model.train_step((images, labels))["loss"], autograph=False)
     original = tflms_sft.rewrite(step, tflms_sft.AutoParams("1TiB"), *batch).plan.original
-    budget = f"{0.85 * original.peak_bytes / 2**20:.0f}MiB"  # Kernels without oneDNN need more.
+    budget = f"{0.65 * original.peak_bytes / 2**20:.0f}MiB"  # Kernels without oneDNN need more.
     rewritten = tflms_sft.rewrite(step, tflms_sft.AutoParams(budget), *batch)
     print(rewritten.plan.headline())
     before, after = (tflms_sft.measure(function, *batch, timelines=True) for function in (step, rewritten))
-    save(rewritten.plan.plot(None, before, after), "plan.png", dpi=80)
+    most = max(after.peak_bytes, after.timelines[0].peak_bytes)
+    assert most <= parse_bytes(budget, "budget"), f"measured peak {most} above the budget {budget}"
+    save(rewritten.plan.plot(None, before, after), "plan.png")
+
+
+# The animation ------------------------------------------------------------------------------------------------------
+
+TILES, ROWS, FILTERS = 3, 72, 16
+"""Tiles along each axis, rows and columns of the image, and filters of the animated network."""
+
+
+def animated_steps() -> tiles_animation.Steps:
+    """Return the training step of three convolutions and a pool, original and in tiles."""
+    image = x = keras.Input((ROWS, ROWS, 3), batch_size=1, name="image")
+    for name in ("conv1", "conv2", "conv3"):
+        x = keras.layers.Conv2D(FILTERS, 3, padding="same", activation="relu", name=name)(x)
+    x = keras.layers.GlobalAveragePooling2D(name="mean")(keras.layers.MaxPool2D(2, name="pool")(x))
+    traced = traced_model(keras.Model(image, keras.layers.Dense(2, name="dense")(x)), "sgd")
+    plans, _ = plan_sft(traced, tflms_sft.SFTParams((TILES, TILES)))
+    (plan,) = plans
+    layers = [tiles_animation.Layer(name, ROWS) for name in ("image", "conv1", "conv2", "conv3")]
+    layers.append(tiles_animation.Layer("pool", ROWS // 2))
+    regions: dict[tuple[str, tuple[int, ...], str, bool], tiles_animation.Region] = {}
+    for tile_loop in plan.loops:
+        for tensor, region in tile_loop.regions.items():
+            is_image = tensor in plan.segment.entries
+            place = ("image", False) if is_image else tiles_animation.place_of(tensor.name, layers)
+            if place is not None:
+                for tile in itertools.product(range(TILES), repeat=2):
+                    key = (f"{plan.segment.name}/{tile_loop.name}", tile, *place)
+                    regions[key] = hull(regions.get(key), region, tile)
+    borders = [partition(ROWS // 2, TILES)] * 2
+    cells = {tile: hull(None, borders, tile) for tile in itertools.product(range(TILES), repeat=2)}
+    traces = step_trace(traced), step_trace(traced, plans)
+    return tiles_animation.Steps(tuple(layers), TILES, *traces, regions, cells)
+
+
+def hull(known: Any, region: Any, tile: tuple[int, ...]) -> tiles_animation.Region:
+    """Return the smallest region that contains a known one and that of a tile."""
+    rows, columns = ((int(axis.lo[index]), int(axis.hi[index])) for axis, index in zip(region, tile, strict=True))
+    top, bottom, first, last = known or (*rows, *columns)
+    return min(top, rows[0]), max(bottom, rows[1]), min(first, columns[0]), max(last, columns[1])
 
 
 # Schedules ----------------------------------------------------------------------------------------------------------
@@ -244,8 +333,11 @@ def draw_schedules() -> None:
 
 
 def save(figure: Any, name: str, dpi: int = 110) -> None:
-    """Write a picture that is small enough for a page."""
-    figure.savefig(FOLDER / name, dpi=dpi, pil_kwargs={"optimize": True})
+    """Write a picture with a palette of 256 colours, which is small enough for a page."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=dpi)
+    picture = Image.open(buffer).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    picture.save(FOLDER / name, optimize=True)
     print(name, os.path.getsize(FOLDER / name) // 1000, "kB")
 
 
@@ -256,4 +348,5 @@ if __name__ == "__main__":
     draw_memory()
     draw_measured()
     draw_schedules()
+    tiles_animation.draw_animation(animated_steps(), FOLDER / "tiles.gif")
     print(architecture.draw(FOLDER).name)

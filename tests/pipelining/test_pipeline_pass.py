@@ -271,7 +271,7 @@ def test_plan_lists_stages_slots_times_and_bytes():
         assert part in text
     assert told.simulation().seconds == pytest.approx(told.seconds)
     page = plan.to_html()
-    assert "Work of each device over one training step" in page and "sent forward" in page
+    assert "Work of each device over one training step" in page and "Sent forward" in page
     assert json.loads(plan.to_json())["pipeline"]["stages"][1]["exit"] == "stage1"
 
 

@@ -154,11 +154,26 @@ def test_architecture_picture_shows_the_imports():
     assert drawn == names["arrows_text"](names["shown_imports"]()), "run `python docs/pictures/architecture.py`"
 
 
-@pytest.mark.parametrize("picture", sorted((ROOT / "docs").rglob("*.png")), ids=called)
+PICTURES = sorted(path for path in (ROOT / "docs" / "pictures").iterdir() if path.suffix in (".png", ".gif"))
+OF_BENCHMARKS = {path.name for path in PICTURES if path.name.startswith(("benchmark-", "compare_"))}
+"""Pictures that the programs in `benchmarks` draw."""
+
+
+@pytest.mark.parametrize("picture", PICTURES, ids=called)
 def test_pictures_are_small_and_referenced(picture):
-    assert picture.stat().st_size < 100_000
+    assert picture.stat().st_size < (2**20 if picture.suffix == ".gif" else 100_000)
     shown = [page for page in PAGES if picture.name in page.read_text(encoding="utf-8")]
     assert shown
+
+
+def test_animation_is_a_loop_of_seconds_that_fits_a_page():
+    with Image.open(ROOT / "docs" / "pictures" / "tiles.gif") as picture:
+        assert picture.width == 800 and picture.info["loop"] == 0, "endless"
+        durations = []
+        for number in range(picture.n_frames):
+            picture.seek(number)
+            durations.append(picture.info["duration"])
+    assert 8_000 < sum(durations) < 16_000 and max(durations) == durations[-1], "the last frame is held"
 
 
 @pytest.mark.slow
@@ -167,7 +182,7 @@ def test_pictures_program_draws_every_picture(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert {path.name for path in tmp_path.iterdir()} == {p.name for p in (ROOT / "docs" / "pictures").glob("*.png")}
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in PICTURES} - OF_BENCHMARKS
 
 
 # Reference ----------------------------------------------------------------------------------------------------------

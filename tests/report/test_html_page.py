@@ -6,46 +6,15 @@ import html.parser
 import re
 
 import pytest
+from sample_plans import a_pipeline, a_plan
 
-from tflms_sft import Measurement, Plan, PlannedSegment, PlannedSwap, Prediction, Timeline
+from tflms_sft import Measurement, Timeline
 from tflms_sft._report.html_page import MAX_SVG_POINTS
 
 
 @pytest.fixture(autouse=True)
 def fresh_keras():
     """Nothing here touches Keras, and resetting it takes longer than the tests."""
-
-
-LOOPS = ("sft/segment1/forward/while", "sft/segment1/backward/while")
-
-
-def prediction(peak, ratio):
-    timeline = ((LOOPS[0], peak // 2), (LOOPS[1], peak), ("update", 2**20))
-    return Prediction(peak, 2**20, ratio, (("conv<1>", peak // 2),), timeline, (0.0, 0.4 * ratio, 0.9 * ratio))
-
-
-def a_plan(**options):
-    counts, rows = (1, 4, 4), ((8, 8), (20, 20))
-    names = ("segment1", ("image",), ("pool & co",))
-    segment = PlannedSegment(*names, counts, counts, ("conv<1>",), 7, 9, (2**20, 2**21), rows)
-    segment = dataclasses.replace(segment, waiting_bytes=(2**26, 2**22), time_share=(0.9, 1.2))
-    known = {
-        "changed": True,
-        "batch": 2,
-        "batch_is_fixed": True,
-        "segments": (segment,),
-        "left_alone": (("layer 'mean' <b>", "it reduces & waits"),),
-        "original": prediction(2**28, 1.0),
-        "predicted": prediction(2**26, 1.25),
-        "memory_budget": 2**27,
-        "notes": ("a note with <script>alert(1)</script>",),
-        "swaps": (PlannedSwap("a/tensor:0", 2**23, (("reader",),), ("control<op>",)),),
-        "swap_tier": "disk",
-        "not_swapped": (("other:0", "too small"),),
-        "rest_waiting_bytes": (2**23, 2**23),
-        "rest_time_share": (0.1, 0.1),
-    }
-    return Plan(**{**known, **options})
 
 
 class _Reader(html.parser.HTMLParser):
@@ -78,7 +47,7 @@ class _Reader(html.parser.HTMLParser):
 
 def test_html_page_is_complete_and_self_contained(tmp_path):
     pytest.importorskip("matplotlib")
-    largest = (("sft/s/backward/while/body/_3/while/Conv<2D>", 99),)
+    largest = (("sft/s/backward/while/body/_3/while/Conv<2D>", 40 * 2**20),)
     timeline = Timeline("CPU:0", 2**26, largest, ((0.0, 1), (1.0, 2**26)))
     before, after = Measurement(2**28 - 5, "a test"), Measurement(2**26, "records", (timeline,))
     path = tmp_path / "plan.html"
@@ -95,7 +64,12 @@ def test_html_page_is_complete_and_self_contained(tmp_path):
     ]  # fmt: skip
     assert [row[0] for row in segments] == ["segment", "segment1", "-", "-", "step"]
     assert swaps[1] == ["a/tensor:0", "8.00 MiB", "1", "control<op>"] and left_out[1] == ["other:0", "too small"]
-    assert largest[1] == ["conv<1>", "32 MiB"] and measured[1] == ["Conv<2D> (in the backward loop of s)", "99 B"]
+    assert largest[1:] == [
+        ["conv<1>", "32 MiB", "50 %"],
+        ["weights and optimizer slots", "1.00 MiB", "2 %"],
+        ["everything else", "31 MiB", "48 %"],
+    ]
+    assert measured[1] == ["Conv<2D> (in the backward loop of s)", "40 MiB", "62 %"]
     assert alone[1] == ["layer 'mean' <b>", "it reduces & waits"]
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text and text.count("<svg") == 1
     assert 'name="viewport"' in text and "prefers-color-scheme: dark" in text and "@media print" in text
@@ -105,6 +79,19 @@ def test_html_page_peak_over_budget_is_marked():
     over, within = (a_plan(measured=Measurement(peak, "a test")).to_html() for peak in (2**27 + 1, 2**27))
     assert "<b class=bad>128 MiB</b>" in over and "2.00 times the prediction" in over
     assert "class=bad>" not in within and "100 % in use at the peak" in within
+
+
+def test_html_page_of_pipeline_has_tables():
+    pytest.importorskip("matplotlib")
+    text = a_pipeline().to_html()
+    page = _Reader(text)
+    assert not page.open and "<pre>" not in text and text.count("<svg") == 1
+    stages, peaks, transfers, segments, alone = page.tables
+    assert stages[0][-1] == "tiled" and [row[2] for row in stages[1:]] == ["pool & co", "the loss"]
+    assert peaks[1:] == [["/device:GPU:0", "16 MiB"], ["/device:GPU:1", "32 MiB"]]
+    assert transfers[1:] == [["pool & co", "0 -> 1", "256 KiB"]], "gradients come back"
+    assert segments[1][0] == "segment1" and len(alone) == 2
+    assert "<b>20 ms</b>" in text and "<b>25 %</b>" in text and "Identity:0: value after the last one" in text
 
 
 def test_html_page_without_rewriting_or_measurement():

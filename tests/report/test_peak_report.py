@@ -14,9 +14,12 @@ from loops import adversarial_step
 import tflms_sft
 from rewriters.canonicalize.canonicalize import CanonicalMode
 from rewriters.device import kernel_scratch, properties
+from rewriters.device.peak_memory import Peak
+from rewriters.emission.tile_pass import tile_skeleton
 from tflms_sft import AutoParams, BudgetError, LMSParams, SegmentSpec, SFTParams
+from tflms_sft._planner.requested_tiles import plan_sft
 from tflms_sft._planner.traced_step import analyse_step
-from tflms_sft._report.peak_report import PeakNames
+from tflms_sft._report.peak_report import PeakNames, largest_tensors
 from tflms_sft._report.summary import transient_memory
 from tflms_sft._trace.layer_names import display_names
 from tflms_sft._trace.step_tracing import trace_step
@@ -170,3 +173,26 @@ def test_swapped_in_tensor_at_peak_is_named_after_its_source():
     text = names.in_text(f"`{conv}` (Conv2D) reads `{pool}:0` with `lb`", graph)
     assert text == "`first` (Conv2D) reads `pool` with `lb`"
     assert names.tensor_called("lms/other_1/swap_in_0:0", graph) == "lms/other_1/swap_in_0:0"
+
+
+def test_results_of_loops_have_names():
+    image = x = keras.Input((64, 64, 3), name="photo")
+    for block in ("one", "two"):
+        for part in "ab":
+            x = layers.Conv2D(8, 3, padding="same", activation="relu", name=f"{block}_{part}")(x)
+        x = layers.MaxPool2D(name=f"pool_{block}")(x)
+    spec = tf.TensorSpec((2, 64, 64, 3))
+    model = keras.Model(image, layers.Dense(1)(layers.GlobalAveragePooling2D(name="mean")(x)))
+    concrete_fn, record = trace_step(gradient_step(model), (spec,), {})
+    traced = analyse_step(concrete_fn, record, 2)
+    names = PeakNames(traced.analysis, record, display_names(traced.analysis.graph, record))
+    plans, _ = plan_sft(traced, SFTParams((4, 1), [SegmentSpec("photo", "pool_two")], halo="carry"))
+    graph = tile_skeleton(traced.analysis, plans)
+    forward = graph.nodes["sft/segment1/forward/while"]
+    peak = Peak(9, "", tuple((forward.out(index).name, 9) for index in range(len(forward.outputs))), (), 0)
+    first, *others = (name for name, _ in largest_tensors(names, plans, graph, peak))
+    assert first == "pool_two" and others
+    assert all(re.fullmatch(r"halo rows of \w+", name) for name in others), others
+    assert names.tensor_called("sft/segment1/backward4/while:2", graph) == "output 2 of the backward loop 4 of segment1"
+    name = "lms/sft/segment1/forward/while_3/swap_in_0:0"
+    assert names.tensor_called(name, graph) == "output 3 of the forward loop of segment1, swapped in"

@@ -34,7 +34,9 @@ def read(run):
     events.Reload()
     found = {}
     for tag in events.Tags()["tensors"]:
-        plugin = events.SummaryMetadata(tag).plugin_data.plugin_name
+        metadata = events.SummaryMetadata(tag)
+        assert metadata.summary_description or not tag.startswith(("memory/", "time/"))
+        plugin = metadata.plugin_data.plugin_name
         points = [(event.step, tf.make_ndarray(event.tensor_proto)) for event in events.Tensors(tag)]
         found.setdefault(plugin, {})[tag] = points
     return found

@@ -414,7 +414,7 @@ def prediction(
         peak_bytes=peak.peak_bytes,
         fixed_bytes=traced.fixed_bytes,
         time_ratio=ratio,
-        largest=largest_tensors(shown, graph, peak),
+        largest=largest_tensors(shown, plans, graph, peak),
         timeline=peak.timeline,
         progress=_progress(traced, plans, graph, peak.timeline),
         seconds=ratio * traced.seconds,
@@ -432,7 +432,7 @@ def at_peak(traced: TracedStep, plans: list[SegmentPlan], peak: Peak) -> tuple[N
     shown = peak_names(traced)
     transient = transient_memory(shown, plans, graph, peak, traced.loop_memory, traced.batch)
     tensors = dataclasses.replace(peak, largest=tuple(item for item in peak.largest if item[0] not in graph.nodes))
-    return largest_tensors(shown, graph, tensors), saved_in_loops(shown, graph, peak), transient
+    return largest_tensors(shown, plans, graph, tensors), saved_in_loops(shown, graph, peak), transient
 
 
 def _progress(

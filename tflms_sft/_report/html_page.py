@@ -9,15 +9,19 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from tflms_sft._report import summary
-from tflms_sft._report.memory_chart import draw
+from tflms_sft._report.memory_chart import draw, memory_at_peak
+from tflms_sft._report.op_names import short_op_name
 from tflms_sft._report.pipeline_plan import PlannedPipeline
-from tflms_sft._report.plan_records import Measurement, PlanRecord
+from tflms_sft._report.plan_records import Measurement, PlannedSwap, PlanRecord
+from tflms_sft._report.schedule_chart import time_unit
 from tflms_sft._util.byte_sizes import format_bytes
-from tflms_sft._util.text import readable
 from tflms_sft._version import __version__
 
 MAX_SWAPS = 40
 """Number of swaps after which the table is truncated."""
+
+MAX_AT_PEAK = 10
+"""Number of tensors and ops that the tables of a peak name."""
 
 MAX_SVG_POINTS = 4000
 """Number of points of all curves above which the chart is a PNG; an SVG would take megabytes."""
@@ -82,13 +86,10 @@ def page(plan: PlanRecord, before: Measurement | None, after: Measurement | None
         "<h2>Peaks, predicted and measured</h2>",
         _peaks(plan, before, after),
         "<h2>Segments</h2>",
-        _table(summary.HEADINGS, summary.rows(plan), summary.RIGHT, names=(1,), sum_last=bool(plan.changed)),
-        "<p class=soft>Saved for backward: tensors that the forward pass computes and the backward pass reads. Time: "
-        "predicted, relative to the original step.</p>",
-        *(_details(list(summary.segment_lines(segment))) for segment in plan.segments),
+        *_segments(plan),
         *_swaps(plan),
-        "<h2>Largest at the peak</h2>",
-        *_largest(plan, after),
+        "<h2>In use at the peak</h2>",
+        *_in_use_at_peak(plan, after),
         *_not_rewritten(plan),
         *_section("Notes", plan.notes),
         f"<footer><p>tflms-sft {_text(__version__)}</p></footer>",
@@ -96,22 +97,63 @@ def page(plan: PlanRecord, before: Measurement | None, after: Measurement | None
     return _framed(title, parts)
 
 
+def _segments(plan: PlanRecord) -> Iterator[str]:
+    """Yield the table of segments and their details."""
+    yield _table(summary.HEADINGS, summary.rows(plan), summary.RIGHT, names=(1,), sum_last=bool(plan.changed))
+    yield (
+        "<p class=soft>Saved for backward: tensors that the forward pass computes and the backward pass reads, in the "
+        "original step; after: in the rewritten step. Time: predicted, relative to the original step.</p>"
+    )
+    yield from (_details(list(summary.segment_lines(segment))) for segment in plan.segments)
+
+
 def _pipeline_page(
     plan: PlanRecord, pipeline: PlannedPipeline, before: Measurement | None, after: Measurement | None
 ) -> str:
     """Return the HTML page of a pipeline."""
     title = f"Pipeline for {summary.batch_text(plan)}"
+    headings, rows = pipeline.stage_rows()
+    peaks = [(name, format_bytes(size)) for name, size in zip(pipeline.devices, pipeline.peak_bytes, strict=True)]
+    transfers = [
+        (name, f"{sender} -> {receiver}", format_bytes(size))
+        for name, sender, receiver, size in pipeline.crossing
+        if sender < receiver
+    ]
+    unit, unit_seconds = time_unit(pipeline.seconds)
+    cards = [
+        ("largest predicted peak", format_bytes(max(pipeline.peak_bytes)), "of a device", False),
+        ("predicted time", f"{pipeline.seconds / unit_seconds:.3g} {unit}", "of a step, without the update", False),
+        ("idle", f"{100 * pipeline.idle:.0f} %", "of the time of all devices", False),
+    ]
     parts = [
         f"<h1>{_text(title)}</h1>",
         f"<p>{_text(_sentence(summary.headline(plan)))}</p>",
+        _card_grid(cards),
         "<h2>Devices over a step</h2>",
         _chart(plan, before, after),
         "<h2>Stages</h2>",
-        f"<pre>{_text(chr(10).join([*pipeline.lines(), *summary.inside_stages(plan)]))}</pre>",
+        _table(headings, rows, (3, 4, 5, 6), names=(2,)),
+        "<p class=soft>Weights: with optimizer slots. Saved: for the backward pass, for one micro-batch. Forward, "
+        "backward: predicted time of one micro-batch.</p>",
+        "<h2>Peaks</h2>",
+        _table(("device", "predicted peak"), peaks, (1,)),
+        "<h2>Sent forward</h2>",
+        _table(("tensor", "stages", "size for one micro-batch"), transfers, (2,), names=(0,)),
+        *_section("Results of the step", [f"{name}: {combination}" for name, combination in pipeline.results]),
+        *_inside_stages(plan),
         *_section("Notes", plan.notes),
         f"<footer><p>tflms-sft {_text(__version__)}</p></footer>",
     ]
     return _framed(title, parts)
+
+
+def _inside_stages(plan: PlanRecord) -> Iterator[str]:
+    """Yield the tables of tiles and swaps inside the stages of a pipeline; nothing without any."""
+    if plan.segments or plan.swaps:
+        yield "<h2>Segments inside the stages, for one micro-batch</h2>"
+        yield from _segments(plan)
+        yield from _swaps(plan)
+    yield from _not_rewritten(plan)
 
 
 def _framed(title: str, parts: Sequence[str]) -> str:
@@ -150,6 +192,11 @@ def _cards(plan: PlanRecord, before: Measurement | None, after: Measurement | No
     cards.append(("predicted time", *_time(plan), False))
     if plan.swaps:
         cards.append(("swapped", format_bytes(plan.swapped_bytes), f"to {plan.swap_tier} in every step", False))
+    return _card_grid(cards)
+
+
+def _card_grid(cards: Iterable[tuple[str, str, str, bool]]) -> str:
+    """Return key figures as (label, value, comment, whether the value is bad)."""
     shown = (
         f"<div class=card><span class=soft>{_text(label)}</span><b{' class=bad' if bad else ''}>{_text(value)}</b>"
         f"<span class=soft>{_text(comment)}</span></div>"
@@ -167,7 +214,7 @@ def _time(plan: PlanRecord) -> tuple[str, str]:
 def _chart(plan: PlanRecord, before: Measurement | None, after: Measurement | None) -> str:
     """Return the chart as SVG, or as PNG if it has many points; without matplotlib a line of text."""
     try:
-        figure = draw(plan, None, before, after or plan.measured)
+        figure = draw(plan, None, before, after, bars=False)
     except ImportError as error:
         return f"<p class=soft>No chart: {_text(str(error))}</p>"
     timelines = [m.timelines[0].points for m in (before, after) if m is not None and m.timelines]
@@ -206,7 +253,7 @@ def _peaks(plan: PlanRecord, before: Measurement | None, after: Measurement | No
         )
         fixed = format_bytes(prediction.fixed_bytes)
         rows.append((name, format_bytes(prediction.peak_bytes), measured[0], measured[1], fixed, measured[2]))
-    headings = ("step", "predicted", "measured", "measured / predicted", "weights and slots", "source")
+    headings = ("step", "predicted", "measured", "measured / predicted", "weights and optimizer slots", "source")
     return _table(headings, rows, (1, 2, 3, 4))
 
 
@@ -215,12 +262,7 @@ def _swaps(plan: PlanRecord) -> Iterator[str]:
     if plan.swaps:
         largest = sorted(plan.swaps, key=lambda swap: -swap.num_bytes)
         rows = [
-            (
-                swap.tensor,
-                format_bytes(swap.num_bytes),
-                str(len(swap.controls)),
-                ", ".join(map(readable, swap.controls)),
-            )
+            (swap.tensor, format_bytes(swap.num_bytes), str(len(swap.controls)), _triggers(swap))
             for swap in largest[:MAX_SWAPS]
         ]
         if len(largest) > MAX_SWAPS:
@@ -233,14 +275,27 @@ def _swaps(plan: PlanRecord) -> Iterator[str]:
         yield _table(("tensor", "reason"), plan.not_swapped, names=(0,))
 
 
-def _largest(plan: PlanRecord, after: Measurement | None) -> Iterator[str]:
-    """Yield the tables of the largest tensors at the predicted and at the measured peak."""
-    rows = [(name, format_bytes(size)) for name, size in summary.largest_at_peak(plan.predicted)]
-    yield _table(("tensor or running op (predicted)", "size"), rows, (1,), names=(0,))
+def _triggers(swap: PlannedSwap) -> str:
+    return ", ".join(dict.fromkeys(map(short_op_name, swap.controls)))
+
+
+def _in_use_at_peak(plan: PlanRecord, after: Measurement | None) -> Iterator[str]:
+    """Yield the tables of the memory in use at the predicted and at the measured peak."""
+    fixed, peak = plan.predicted.fixed_bytes, plan.predicted.peak_bytes
+    items = memory_at_peak(summary.largest_at_peak(plan.predicted), fixed, peak, MAX_AT_PEAK)
+    yield _shares("tensor or running op (predicted)", items, peak)
     if after is not None and after.timelines:
-        rows = [(readable(name), format_bytes(size)) for name, size in after.timelines[0].largest]
+        timeline = after.timelines[0]
+        named = [(short_op_name(name), size) for name, size in timeline.largest]
+        items = memory_at_peak(named, fixed, timeline.peak_bytes, MAX_AT_PEAK)
         yield "<p class=soft>Measured:</p>"
-        yield _table(("allocating op (measured)", "size"), rows, (1,), names=(0,))
+        yield _shares("allocating op (measured)", items, timeline.peak_bytes)
+
+
+def _shares(heading: str, items: Iterable[tuple[str, int]], total: int) -> str:
+    """Return a table of sizes and their fractions of `total`."""
+    rows = [(name, format_bytes(size), f"{100 * size / max(total, 1):.0f} %") for name, size in items]
+    return _table((heading, "size", "of the peak"), rows, (1, 2), names=(0,))
 
 
 def _not_rewritten(plan: PlanRecord) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The chart of a plan: bytes alive over a step, original and rewritten, and the largest tensors at the peak."""
+"""The chart of a plan: bytes alive over a step, original and rewritten, and the memory in use at the peak."""
 
 from __future__ import annotations
 
@@ -8,24 +8,44 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from tflms_sft._report.op_names import short_op_name
 from tflms_sft._report.plan_records import Measurement, PlanRecord, Prediction, Timeline
-from tflms_sft._report.schedule_chart import draw_schedule
+from tflms_sft._report.schedule_chart import draw_schedule, time_unit
 from tflms_sft._util.byte_sizes import format_bytes
-from tflms_sft._util.text import readable
 
-BEFORE, AFTER, BUDGET = "#8b909a", "#1d5fd1", "#c62828"
-LABELS = (("original", BEFORE), ("rewritten", AFTER))
+BEFORE, AFTER, BUDGET = "#7a808b", "#1d5fd1", "#c62828"
+LABELS = (("original step", BEFORE), ("rewritten step", AFTER))
 SHADES = ("#f2b134", "#3aa17e", "#b35fb5", "#e07a5f", "#5b8def", "#7f9c3b")
 """Shades of the segments, repeated cyclically."""
 
+FORWARD_SHADE, BACKWARD_SHADE = 0.1, 0.2
+"""Opacity of the shades of forward and backward loops."""
+
 MAX_LARGEST = 5
-"""Number of bars."""
+"""Number of bars with a name of their own."""
+
+MIN_FRACTION = 0.01
+"""Fraction of the peak below which an item is not named."""
+
+MAX_NAME_LENGTH = 96
+"""Number of characters above which the middle of a bar's name is left out."""
 
 MIN_LABEL_WIDTH = 0.07
 """Width of a loop, as a fraction of the axis, below which its name is written vertically."""
 
+MIN_VERTICAL_WIDTH = 0.015
+"""Width of a loop, as a fraction of the axis, below which its name is left out."""
+
 MAX_SPAN_GAP = 0.01
 """Gap, as a fraction of the axis, up to which loops of one segment are drawn as one."""
+
+HEADROOM = 1.18
+"""Upper end of the vertical axis over the highest value; leaves room for the names of loops."""
+
+WIDTH_INCHES, CURVES_INCHES, BAR_INCHES = 9.0, 4.4, 0.21
+"""Width of the figure, height of the curves of a panel with their legend, and height of a bar."""
+
+FIXED_NAME, OTHERS_NAME = "weights and optimizer slots", "everything else"
 
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
@@ -52,41 +72,70 @@ class Curve(NamedTuple):
     """Bytes alive over a step.
 
     Attributes:
+        step: Name of the step.
         label: Label in the legend.
         color: Color of the line.
         places: Start of each value on the time axis, and the end of the last one.
         values: Bytes.
         spans: Time spans of tile loops.
-        largest: (name, bytes) of the largest tensors alive at the peak.
+        at_peak: (name, bytes) of all memory in use at the peak, largest first.
     """
 
+    step: str
     label: str
     color: str
     places: Sequence[float]
     values: Sequence[int]
     spans: Sequence[Span]
-    largest: Sequence[tuple[str, int]]
+    at_peak: Sequence[tuple[str, int]]
+
+
+class Panel(NamedTuple):
+    """Curves on one time axis.
+
+    Attributes:
+        title: Title.
+        time: Label of the time axis.
+        curves: The curves; the loops and the peak of the last one are drawn.
+        lines: (bytes, label, color) of horizontal lines.
+    """
+
+    title: str
+    time: str
+    curves: Sequence[Curve]
+    lines: Sequence[tuple[int, str, str]]
 
 
 def draw(
-    plan: PlanRecord, path: str | os.PathLike[str] | None, before: Measurement | None, after: Measurement | None
+    plan: PlanRecord,
+    path: str | os.PathLike[str] | None,
+    before: Measurement | None,
+    after: Measurement | None,
+    *,
+    bars: bool = True,
 ) -> Any:
-    """Draw the schedule of a pipeline, or the memory of any other plan; see `Plan.plot`."""
+    """Draw the schedule of a pipeline, or the memory of any other plan; see `Plan.plot` and `draw_plan`."""
     if plan.pipeline is not None:
-        return draw_schedule(plan.pipeline.simulation(), path)
-    return draw_plan(plan, path, before, after)
+        return draw_schedule(plan.pipeline.simulation(), path, plan.pipeline.peak_bytes)
+    return draw_plan(plan, path, before, after, bars=bars)
 
 
 def draw_plan(
-    plan: PlanRecord, path: str | os.PathLike[str] | None, before: Measurement | None, after: Measurement | None
+    plan: PlanRecord,
+    path: str | os.PathLike[str] | None,
+    before: Measurement | None,
+    after: Measurement | None,
+    *,
+    bars: bool = True,
 ) -> Any:
-    """Draw the predicted bytes of the original and the rewritten step, the measured ones beside them, and the budget.
+    """Draw the predicted bytes of the original and the rewritten step, the measured ones below them, and the budget.
 
     Args:
         plan: The plan.
         path: File to write, or `None`.
         before: Measurement of the original step, or `None`.
         after: Measurement of the rewritten step, or `None`.
+        bars: Whether to draw the memory in use at the peak.
 
     Returns:
         The `matplotlib.figure.Figure`.
@@ -99,37 +148,47 @@ def draw_plan(
     except ImportError as error:
         raise ImportError('`plan.plot()` needs matplotlib: pip install "tflms-sft[plot]"') from error
     measurements = [m for m in (before, after) if m is not None]
-    panels = 2 if any(m.timelines for m in measurements) else 1
-    figure = Figure(figsize=(2 + 7 * panels, 6.4), layout="constrained")
-    grid = figure.add_gridspec(2, panels, height_ratios=(3.6, 1))
-    highest = max(plan.original.peak_bytes, plan.predicted.peak_bytes, *(m.peak_bytes for m in measurements), 0)
+    panels = [_predicted_panel(plan, before, after)]
+    if any(m.timelines for m in measurements):
+        panels.append(_measured_panel(plan, before, after))
+    traced_peaks = [measurement.timelines[0].peak_bytes for measurement in measurements if measurement.timelines]
+    peaks = [plan.original.peak_bytes, plan.predicted.peak_bytes, *(m.peak_bytes for m in measurements), *traced_peaks]
+    highest = max(peaks)
     unit = next((unit for unit in UNITS if highest >= unit[1]), UNITS[-1])
-    first = figure.add_subplot(grid[0, 0])
-    first.set_ylim(0, 1.18 * highest / unit[1])  # Leaves room for the names of loops.
-    _draw_predicted(first, figure.add_subplot(grid[1, 0]), plan, before, after, unit)
-    for column in range(1, panels):
-        axes = figure.add_subplot(grid[0, column], sharey=first)
-        _draw_measured(axes, figure.add_subplot(grid[1, column]), plan, before, after, unit)
+    if plan.memory_budget is not None and plan.memory_budget <= HEADROOM * highest:
+        highest = max(highest, plan.memory_budget)
+    heights = []
+    for panel in panels:
+        heights += [CURVES_INCHES, *([BAR_INCHES * (len(panel.curves[-1].at_peak) + 2.5)] if bars else [])]
+    figure = Figure(figsize=(WIDTH_INCHES, sum(heights)), layout="constrained")
+    rows = iter(figure.add_gridspec(len(heights), 1, height_ratios=heights))
+    for panel in panels:
+        axes = figure.add_subplot(next(rows))
+        axes.set_ylim(0, HEADROOM * highest / unit[1])
+        _draw(axes, panel, plan.memory_budget, unit)
+        if bars:
+            _bars(figure.add_subplot(next(rows)), panel.curves[-1])
     if path is not None:
         # Without a format, matplotlib would append one to a name that has none.
         figure.savefig(path, dpi=140, format=os.path.splitext(path)[1][1:] or "png")
     return figure
 
 
-def _draw_predicted(
-    axes: Any, bars: Any, plan: PlanRecord, before: Measurement | None, after: Measurement | None, unit: tuple[str, int]
-) -> None:
-    """Draw bytes over the predicted time of a step, and measured peaks without a timeline as lines."""
+def _predicted_panel(plan: PlanRecord, before: Measurement | None, after: Measurement | None) -> Panel:
+    """Return bytes over the predicted time of a step, and measured peaks without a timeline as lines."""
     predictions = (plan.original, plan.predicted) if plan.changed else (plan.original,)
     curves = [_predicted(prediction, *label) for prediction, label in zip(predictions, LABELS, strict=False)]
+    if plan.swaps:  # `time_ratio` includes waits for swaps, the starts of ops do not.
+        curves[-1] = _stretched(curves[-1])
     lines = []
     for measurement, (label, color) in zip((before, after), LABELS, strict=True):
         if measurement is not None and not measurement.timelines:
-            text = f"{label}, measured peak {format_bytes(measurement.peak_bytes)}"
+            text = f"{label}: measured peak {format_bytes(measurement.peak_bytes)}"
             lines.append((measurement.peak_bytes, text, color))
-    axes.set_title("Predicted", loc="left", fontweight="bold")
-    axes.set_xlabel("predicted time (1 = original step)")
-    _draw(axes, bars, curves, lines, plan.memory_budget, unit)
+    time = "predicted time (original step = 1)"
+    if plan.swaps:
+        time += ", waits for swaps spread evenly over the step"
+    return Panel("Predicted memory of a training step", time, curves, lines)
 
 
 def _predicted(prediction: Prediction, label: str, color: str) -> Curve:
@@ -140,72 +199,98 @@ def _predicted(prediction: Prediction, label: str, color: str) -> Curve:
         match = _LOOP.match(name)
         if match:
             spans.append(Span(match[1], match[2] == "backward", begin, end))
-    text = f"{label}, peak {format_bytes(prediction.peak_bytes)}"
-    largest = sorted([*prediction.own[:1], *prediction.largest], key=lambda item: -item[1])
-    return Curve(text, color, places, [amount for _, amount in prediction.timeline], spans, largest)
+    text = f"{label}: peak {format_bytes(prediction.peak_bytes)}"
+    at_peak = memory_at_peak([*prediction.own[:1], *prediction.largest], prediction.fixed_bytes, prediction.peak_bytes)
+    return Curve(label, text, color, places, [amount for _, amount in prediction.timeline], spans, at_peak)
 
 
-def _draw_measured(
-    axes: Any, bars: Any, plan: PlanRecord, before: Measurement | None, after: Measurement | None, unit: tuple[str, int]
-) -> None:
-    """Draw measured bytes over the time of a step."""
-    curves, lines, devices = [], [], []
-    for measurement, (label, color) in zip((before, after), LABELS, strict=True):
-        if measurement is not None and measurement.timelines:
-            timeline = measurement.timelines[0]
-            devices.append(timeline.device)
-            curves.append(_measured(timeline, label, color))
-            if measurement.peak_bytes != timeline.peak_bytes:  # Measured in another run, which was not traced.
-                text = f"{label}, peak by statistics {format_bytes(measurement.peak_bytes)}"
-                lines.append((measurement.peak_bytes, text, color))
-    axes.set_title(f"Measured, by allocation records of {devices[-1]}", loc="left", fontweight="bold")
-    axes.set_xlabel("time of one training step (s), fully traced")
-    _draw(axes, bars, curves, lines, plan.memory_budget, unit)
+def _stretched(curve: Curve) -> Curve:
+    """Return a curve whose ops, except the last one, are stretched to the end of the step."""
+    *begins, end = curve.places
+    if not begins or not begins[-1]:
+        return curve
+    factor = end / begins[-1]
+    spans = [span._replace(begin=span.begin * factor, end=span.end * factor) for span in curve.spans]
+    return curve._replace(places=[*(begin * factor for begin in begins), end], spans=spans)
 
 
-def _measured(timeline: Timeline, label: str, color: str) -> Curve:
+def _measured_panel(plan: PlanRecord, before: Measurement | None, after: Measurement | None) -> Panel:
+    """Return measured bytes over the time of a step."""
+    pairs = [
+        (measurement, *label)
+        for measurement, label in zip((before, after), LABELS, strict=True)
+        if measurement is not None and measurement.timelines
+    ]
+    ends = [measurement.timelines[0].points[-1][0] for measurement, *_ in pairs if measurement.timelines[0].points]
+    unit = time_unit(max(ends, default=0.0))
+    curves, lines = [], []
+    for measurement, label, color in pairs:
+        timeline = measurement.timelines[0]
+        curves.append(_measured(timeline, label, color, unit, plan.predicted.fixed_bytes))
+        if measurement.peak_bytes != timeline.peak_bytes:  # Measured in another run, which was not traced.
+            text = f"{label}: peak {format_bytes(measurement.peak_bytes)} in a run without tracing"
+            lines.append((measurement.peak_bytes, text, color))
+    title = f"Measured memory of a training step on {pairs[-1][0].timelines[0].device}"
+    return Panel(title, f"time of a fully traced run, in which ops take longer ({unit[0]})", curves, lines)
+
+
+def _measured(timeline: Timeline, label: str, color: str, unit: tuple[str, float], fixed_bytes: int) -> Curve:
     points = timeline.points or ((0.0, timeline.peak_bytes),)
-    places, values = zip(*points, strict=True)
+    places = [seconds / unit[1] for seconds, _ in points]
     spans = []
     for loop, begin, end in timeline.loops:
         segment, _, name = loop.partition("/")
-        spans.append(Span(segment, name.startswith("backward"), begin, end))
-    text = f"{label}, peak {format_bytes(timeline.peak_bytes)}"
-    return Curve(text, color, [*places, places[-1]], values, spans, timeline.largest)
+        spans.append(Span(segment, name.startswith("backward"), begin / unit[1], end / unit[1]))
+    text = f"{label}: peak {format_bytes(timeline.peak_bytes)}"
+    named = [(short_op_name(name), size) for name, size in timeline.largest]
+    at_peak = memory_at_peak(named, fixed_bytes, timeline.peak_bytes)
+    return Curve(label, text, color, [*places, places[-1]], [amount for _, amount in points], spans, at_peak)
 
 
-def _draw(
-    axes: Any,
-    bars: Any,
-    curves: Sequence[Curve],
-    lines: Sequence[tuple[int, str, str]],
-    budget: int | None,
-    unit: tuple[str, int],
-) -> None:
-    """Draw curves with horizontal lines, and the loops and largest tensors of the last curve."""
+def memory_at_peak(
+    items: Sequence[tuple[str, int]], fixed_bytes: int, peak_bytes: int, most: int = MAX_LARGEST
+) -> list[tuple[str, int]]:
+    """Return the memory in use at a peak as (name, bytes): the largest items, and last the sum of all others.
+
+    Args:
+        items: Tensors and transient memory.
+        fixed_bytes: Bytes of variables, an item of their own.
+        peak_bytes: Bytes at the peak.
+        most: Number of items that are named.
+    """
+    named = sorted([*items, (FIXED_NAME, fixed_bytes)], key=lambda item: -item[1])
+    shown = [item for item in named[:most] if item[1] >= MIN_FRACTION * peak_bytes]
+    others = peak_bytes - sum(size for _, size in shown)
+    return [*shown, *([(OTHERS_NAME, others)] if others >= MIN_FRACTION * peak_bytes else [])]
+
+
+def _draw(axes: Any, panel: Panel, budget: int | None, unit: tuple[str, int]) -> None:
+    """Draw the curves and lines of a panel, the budget, and the loops of the last curve."""
     name, size = unit
-    end = max(curve.places[-1] for curve in curves) or 1.0
-    for curve in curves:
+    end = max(curve.places[-1] for curve in panel.curves) or 1.0
+    for curve in panel.curves:
         values = [amount / size for amount in (*curve.values, curve.values[-1])]
-        axes.fill_between(curve.places, values, step="post", color=curve.color, alpha=0.22, lw=0)
-        axes.plot(curve.places, values, drawstyle="steps-post", color=curve.color, lw=1.4, label=curve.label)
         worst = max(range(len(curve.values)), key=curve.values.__getitem__)
-        axes.plot(curve.places[worst], values[worst], "o", color=curve.color, ms=4.5)
-    for amount, label, color in lines:
+        axes.fill_between(curve.places, values, step="post", color=curve.color, alpha=0.22, lw=0)
+        style = {"drawstyle": "steps-post", "lw": 1.4, "marker": "o", "ms": 4.5, "markevery": [worst]}
+        axes.plot(curve.places, values, color=curve.color, label=curve.label, **style)
+    for amount, label, color in panel.lines:
         axes.axhline(amount / size, color=color, ls=":", lw=1.6, label=label)
-    if budget is not None and budget / size <= axes.get_ylim()[1]:
-        axes.axhline(budget / size, color=BUDGET, ls="--", lw=1.4, label=f"budget {format_bytes(budget)}")
-    elif budget is not None:
-        axes.plot([], [], color=BUDGET, ls="--", lw=1.4, label=f"budget {format_bytes(budget)} (above the chart)")
+    if budget is not None:
+        style = {"color": BUDGET, "ls": "--", "lw": 1.4}
+        if budget / size <= axes.get_ylim()[1]:
+            axes.axhline(budget / size, label=f"budget: {format_bytes(budget)}", **style)
+        else:
+            axes.plot([], [], label=f"budget: {format_bytes(budget)}, above the chart", **style)
+    axes.set_title(panel.title, loc="left", fontweight="bold")
+    axes.set_xlabel(panel.time)
     axes.set_xlim(0, 1.01 * end)
     axes.set_ylabel(f"memory in use ({name})")
-    axes.tick_params(labelleft=True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#e3e5e8", lw=0.7)
     axes.set_axisbelow(True)
-    _shade(axes, merge_spans(curves[-1].spans, MAX_SPAN_GAP * end), end)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, fontsize="small", frameon=False)
-    _bars(bars, curves[-1])
+    _shade(axes, merge_spans(panel.curves[-1].spans, MAX_SPAN_GAP * end), end)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, fontsize="small", frameon=False)
 
 
 def merge_spans(spans: Sequence[Span], max_gap: float) -> list[Span]:
@@ -224,35 +309,42 @@ def _shade(axes: Any, spans: Sequence[Span], end: float) -> None:
     """Shade the spans of segments behind the curves, and label them."""
     shades = dict(zip(dict.fromkeys(span.segment for span in spans), itertools.cycle(SHADES), strict=False))
     for span in spans:
-        axes.axvspan(span.begin, span.end, color=shades[span.segment], alpha=0.13, lw=0, zorder=0)
-        wide = span.end - span.begin > MIN_LABEL_WIDTH * end
+        alpha = BACKWARD_SHADE if span.backward else FORWARD_SHADE
+        axes.axvspan(span.begin, span.end, color=shades[span.segment], alpha=alpha, lw=0, zorder=0)
+        width = (span.end - span.begin) / end
+        if width < MIN_VERTICAL_WIDTH:
+            continue
         axes.text(
             (span.begin + span.end) / 2,
             0.985,
-            f"{span.segment}\n{'backward' if span.backward else 'forward'}" if wide else span.segment,
+            f"{span.segment}{chr(10) if width > MIN_LABEL_WIDTH else ' '}{'backward' if span.backward else 'forward'}",
             transform=axes.get_xaxis_transform(),
             ha="center",
             va="top",
             fontsize=7,
-            rotation=0 if wide else 90,
+            rotation=0 if width > MIN_LABEL_WIDTH else 90,
             color="#40444c",
         )
 
 
 def _bars(axes: Any, curve: Curve) -> None:
-    """Draw the largest tensors alive at the peak, largest first."""
-    largest = list(curve.largest[:MAX_LARGEST])
-    axes.set_title(f"largest at the peak of the {curve.label.split(',')[0]} step", loc="left", fontsize=8.5)
-    axes.barh(range(len(largest)), [size for _, size in largest], color=curve.color, alpha=0.3, height=0.82)
-    for number, (name, size) in enumerate(largest):
-        text = f" {format_bytes(size):>8}  {_tail(readable(name))}"
-        axes.text(0, number, text, va="center", ha="left", fontsize=7.5, family="monospace", color="#1f2329")
-    axes.set_ylim(max(len(largest), 1) - 0.4, -0.6)
+    """Draw the memory in use at the peak of a curve."""
+    total = max(sum(size for _, size in curve.at_peak), 1)
+    axes.set_title(f"In use at the peak of the {curve.step}", loc="left", fontsize=8.5)
+    for row, (name, size) in enumerate(curve.at_peak):
+        axes.barh(row, size, color=curve.color, alpha=0.1 if name == OTHERS_NAME else 0.25, height=0.82)
+        text = f" {format_bytes(size):>8} {100 * size / total:>3.0f} %  {_without_middle(name)}"
+        axes.text(0, row, text, va="center", ha="left", fontsize=7.5, family="monospace", color="#1f2329")
+    axes.set_ylim(len(curve.at_peak) + 0.4, -0.6)  # Leaves room above the title of the next panel.
     axes.set_xlim(left=0)
     axes.set_xticks([])
     axes.set_yticks([])
     axes.spines[:].set_visible(False)
 
 
-def _tail(name: str, length: int = 84) -> str:
-    return name if len(name) <= length else "..." + name[3 - length :]
+def _without_middle(name: str) -> str:
+    """Return a name of at most `MAX_NAME_LENGTH` characters."""
+    if len(name) <= MAX_NAME_LENGTH:
+        return name
+    end = MAX_NAME_LENGTH // 3
+    return f"{name[: MAX_NAME_LENGTH - end - 5]} ... {name[-end:]}"

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.device.peak_memory import Peak
+from rewriters.emission.loop_emitter import loop_output_tensors
 from rewriters.emission.tile_pass import SegmentPlan, loop_nodes
 from rewriters.estimates.loop_memory import IterationModelCache, kernel_at_worst
 from rewriters.ir.graph import BRANCHES, LOOPS, Graph, Node, Tensor
@@ -65,8 +66,11 @@ class PeakNames:
                 op, _, index = original.rpartition(":")
                 shown = self.tensor(self._analysis.graph.nodes[op].out(int(index)))
                 return f"{shown}, swapped in" if swapped_in else shown
-        output = _LOOP_OUTPUT.fullmatch(name)
-        return f"output {output[3]} of the {loop_text(output[1], output[2])}" if output else name
+            output = _LOOP_OUTPUT.fullmatch(source)
+            if output:
+                text = f"output {output[3]} of the {loop_text(output[1], output[2])}"
+                return f"{text}, swapped in" if swapped_in else text
+        return name
 
     def in_text(self, text: str, graph: Graph) -> str:
         """Return a text with display names for the names in backticks: the layer of an op, a tensor of `graph`."""
@@ -120,15 +124,32 @@ def _sources(base: str) -> list[str]:
     return [f"{base}:0", *([f"{op}:{index}"] if index.isdigit() else [])]
 
 
-def largest_tensors(names: PeakNames, graph: Graph, peak: Peak) -> NamedSizes:
+def largest_tensors(names: PeakNames, plans: Sequence[SegmentPlan], graph: Graph, peak: Peak) -> NamedSizes:
     """Return the largest tensors alive at a peak, with display names.
 
     Args:
         names: Display names of the original step.
+        plans: Its segments.
         graph: The rewritten graph, or its skeleton.
         peak: Predicted peak of that graph.
     """
-    return tuple((names.tensor_called(name, graph), size) for name, size in peak.largest)
+    results = _loop_results(names, plans, graph)
+    return tuple((results.get(name) or names.tensor_called(name, graph), size) for name, size in peak.largest)
+
+
+def _loop_results(names: PeakNames, plans: Sequence[SegmentPlan], graph: Graph) -> dict[str, str]:
+    """Return the display names of the results of tile loops in a skeleton, whose outputs are in a known order."""
+    loops = loop_nodes(graph)
+    shown: dict[str, str] = {}
+    for plan in plans:
+        for tile_loop in plan.loops:
+            node = graph.nodes.get(loops.get((plan.segment.name, tile_loop.name), ""))
+            results = loop_output_tensors(tile_loop)
+            if node is not None and len(node.outputs) == len(results):
+                saved = {save.saved: f"halo rows of {names.tensor(save.tensor)}" for save in tile_loop.saves}
+                texts = (saved.get(tensor) or names.tensor(tensor) for tensor in results)
+                shown.update({node.out(index).name: text for index, text in enumerate(texts)})
+    return shown
 
 
 def saved_in_loops(names: PeakNames, graph: Graph, peak: Peak) -> NamedSizes:

@@ -99,8 +99,8 @@ class PlannedPipeline:
             f"{100 * self.idle:.0f} % idle"
         )
 
-    def lines(self) -> list[str]:
-        """Return the table of the stages, the schedule, and peaks and transfers."""
+    def stage_rows(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """Return headings and rows of the table of the stages."""
         headings: tuple[str, ...] = ("stage", "device", "ends with", "weights", "saved", "forward", "backward")
         rows: list[tuple[str, ...]] = [
             (
@@ -117,6 +117,11 @@ class PlannedPipeline:
         if any(stage.segments for stage in self.stages):
             headings = (*headings, "tiled")
             rows = [(*row, ", ".join(stage.segments) or "-") for row, stage in zip(rows, self.stages, strict=True)]
+        return headings, rows
+
+    def lines(self) -> list[str]:
+        """Return the table of the stages, the schedule, and peaks and transfers."""
+        headings, rows = self.stage_rows()
         lines = table([headings, *rows], (3, 4, 5, 6))
         lines += [f"  {line}" for line in self.chart.splitlines()]
         for name, size in zip(self.devices, self.peak_bytes, strict=True):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from rewriters.pipelining.schedule_simulator import Simulation
 from rewriters.pipelining.schedules import Direction
 from tflms_sft._util.byte_sizes import format_bytes
 
-COLORS = {Direction.FORWARD: "#5b8def", Direction.BACKWARD: "#3aa17e"}
+COLORS = {Direction.FORWARD: "#3568c9", Direction.BACKWARD: "#1f7a5c"}
 LIGHTER = {Direction.FORWARD: "#b9cff8", Direction.BACKWARD: "#addccc"}
 """Colors of the stages of a device other than its first."""
 
@@ -22,6 +23,8 @@ BOX_HEIGHT = 0.72
 REPLICA_GAP = 0.35
 """Additional distance between devices of different data replicas."""
 
+TIME_UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
+
 DEVICE_INCHES, MAX_INCHES = 0.52, 9.0
 """Height of a device, and maximum height of all devices."""
 
@@ -32,12 +35,20 @@ MIN_BORDERED_POINTS = 5
 """Width of a box below which its border is thinner."""
 
 
-def draw_schedule(simulation: Simulation, path: str | os.PathLike[str] | None = None) -> Any:
+def time_unit(seconds: float) -> tuple[str, float]:
+    """Return the largest unit that is at most `seconds`, and its length in seconds."""
+    return next((unit for unit in TIME_UNITS if seconds >= unit[1]), TIME_UNITS[-1])
+
+
+def draw_schedule(
+    simulation: Simulation, path: str | os.PathLike[str] | None = None, peak_bytes: Sequence[int] = ()
+) -> Any:
     """Draw devices over time, with the numbers of the micro-batches in the boxes.
 
     Args:
         simulation: The simulated schedule.
         path: File to write, in the format of its extension. Defaults to `None`: no file.
+        peak_bytes: Peak of each device. Defaults to those of the simulation.
 
     Returns:
         The `matplotlib.figure.Figure`.
@@ -58,7 +69,7 @@ def draw_schedule(simulation: Simulation, path: str | os.PathLike[str] | None = 
     rows = _rows(simulation)
     axes.set_ylim(rows[-1] + 0.62, -0.62)
     _boxes(axes, simulation, rows, points=72 * 8.6 / end)
-    _frame(axes, simulation, rows)
+    _frame(axes, simulation, rows, peak_bytes or simulation.peak_bytes)
     if path is not None:
         # Without a format, matplotlib would append one to a name that has none.
         figure.savefig(path, dpi=140, format=os.path.splitext(path)[1][1:] or "png")
@@ -104,33 +115,37 @@ def _boxes(axes: Any, simulation: Simulation, rows: list[float], points: float) 
             axes.broken_barh([span], (rows[device] + BOX_HEIGHT / 2 + 0.02, 0.1), color=EXCHANGED, lw=0)
 
 
-def _frame(axes: Any, simulation: Simulation, rows: list[float]) -> None:
+def _frame(axes: Any, simulation: Simulation, rows: list[float], peak_bytes: Sequence[int]) -> None:
     """Draw titles, axes and legend."""
+    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     schedule = simulation.schedule
     replicas = f", {schedule.data_replicas} data replicas" if schedule.data_replicas > 1 else ""
     counts = f"{_counted(schedule.num_stages, 'stage')}, {_counted(schedule.micro_batches, 'micro-batch')}{replicas}"
-    axes.set_title(f"{schedule.name}: {counts}", loc="left", fontweight="bold")
-    axes.set_title(
-        f"{simulation.seconds:.4g} s, {simulation.bubble:.0%} idle", loc="right", fontsize=10, color=SECONDARY_TEXT
-    )
-    axes.set_xlabel("predicted time (s)")
+    unit, unit_seconds = time_unit(simulation.seconds)
+    axes.set_title(f"Schedule {schedule.name}: {counts}", loc="left", fontweight="bold")
+    total = f"step {simulation.seconds / unit_seconds:.3g} {unit}, {100 * simulation.bubble:.0f} % idle"
+    axes.set_title(total, loc="right", fontsize=10, color=SECONDARY_TEXT)
+    axes.set_xlabel(f"predicted time ({unit})")
+    axes.xaxis.set_major_formatter(lambda seconds, _: f"{seconds / unit_seconds:g}")
     axes.set_yticks(rows, [f"device {device}" for device in range(schedule.num_devices)])
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
     right = axes.twinx()
     right.set_ylim(axes.get_ylim())
-    right.set_yticks(rows, [_device_label(simulation, device) for device in range(schedule.num_devices)])
+    labels = [_device_label(simulation, device, peak) for device, peak in enumerate(peak_bytes)]
+    right.set_yticks(rows, labels)
     right.tick_params(axis="y", length=0, labelsize=8, labelcolor=SECONDARY_TEXT)
     right.spines[:].set_visible(False)
-    entries = [Patch(color=COLORS[kind], label=NAMES[kind]) for kind in Direction]
+    entries: list[Any] = [Patch(color=COLORS[kind], label=NAMES[kind]) for kind in Direction]
     if any(len(schedule.stages_on(device)) > 1 for device in range(schedule.num_devices)):
-        entries += [Patch(color=LIGHTER[kind], label=f"{NAMES[kind]}, another stage") for kind in Direction]
+        entries += [Patch(color=LIGHTER[kind], label=f"{NAMES[kind]} of the other stage") for kind in Direction]
     if any(exchange.end > exchange.begin for exchange in simulation.exchanges):
         entries.append(Patch(color=EXCHANGED, label="exchange of gradients"))
-    entries.append(Patch(color=CRITICAL, label="critical path"))
-    place = {"loc": "outside lower center", "ncols": len(entries), "frameon": False}
+    number = Line2D([], [], ls="", marker="$0$", ms=6, color=TEXT, label="number of the micro-batch")
+    entries += [Patch(color=CRITICAL, label="critical path"), number]
+    place = {"loc": "outside lower center", "ncols": len(entries), "frameon": False, "columnspacing": 1.4}
     axes.figure.legend(handles=entries, fontsize="small", handlelength=1.2, **place)
 
 
@@ -139,7 +154,6 @@ def _counted(count: int, word: str) -> str:
     return f"{count} {word}{'' if count == 1 else plural}"
 
 
-def _device_label(simulation: Simulation, device: int) -> str:
-    peak = simulation.peak_bytes[device]
+def _device_label(simulation: Simulation, device: int, peak_bytes: int) -> str:
     idle = simulation.idle[device] / simulation.seconds if simulation.seconds else 0.0
-    return f"{idle:.0%} idle" + (f", {format_bytes(peak)}" if peak else "")
+    return f"{100 * idle:.0f} % idle" + (f", peak {format_bytes(peak_bytes)}" if peak_bytes else "")

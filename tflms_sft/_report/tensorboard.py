@@ -23,6 +23,17 @@ from tflms_sft._report.plan_records import Measurement
 _SCALAR, _TENSOR, _BLOBS = 1, 2, 3
 """Values of `tensorboard.compat.proto.summary_pb2.DataClass`."""
 
+_DESCRIPTIONS = {
+    "memory/peak_bytes": "Measured peak of the bytes in use on the device, over the training steps of the epoch.",
+    "memory/predicted_peak_bytes": "Predicted peak of the plan: everything alive, with weights and optimizer slots.",
+    "memory/budget_bytes": "Budget of the plan.",
+    "memory/swapped_bytes": "Bytes that each step swaps out of the device's memory.",
+    "memory/plan": "Summary of the plan.",
+    "memory/plan_picture": "Predicted memory in use over the time of a step; dotted: measured peak of the first step.",
+    "time/step_seconds": "Mean time of a step, if possible without the first execution.",
+}
+"""Descriptions that TensorBoard displays beside a tag."""
+
 _MAX_FRAMES = 12
 """Number of calling frames that are searched for the list of callbacks."""
 
@@ -147,7 +158,7 @@ class TrainingLog:
 
 
 def _write(tag: str, tensor: Any, step: int, plugin: str, data_class: int) -> None:
-    metadata = tf.compat.v1.SummaryMetadata(data_class=data_class)
+    metadata = tf.compat.v1.SummaryMetadata(data_class=data_class, summary_description=_DESCRIPTIONS[tag])
     metadata.plugin_data.plugin_name = plugin
     tf.summary.write(tag, tensor, step=step, metadata=metadata)
 
