@@ -1,13 +1,26 @@
 """Tests of the errors of `rewrite`."""
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
-from test_rewrite import BATCH, IMAGES, TILES, close, gradients, net, plain_body, rolled_body, segments
+from test_rewrite import (
+    BATCH,
+    IMAGES,
+    LABELS,
+    TILES,
+    close,
+    gradients,
+    net,
+    plain_body,
+    rolled_body,
+    segments,
+    training,
+)
 
 import tflms_sft
-from tflms_sft import AutoParams, LMSParams, RewriteError, SegmentError, SegmentSpec
+from tflms_sft import AutoParams, LMSParams, RewriteError, SegmentError, SegmentSpec, SFTParams
 
 
 def test_rewrite_swaps_without_gradients_are_refused():
@@ -126,3 +139,22 @@ def test_rewritten_step_inside_tape_is_refused():
             fast(images, labels)
         with tape.stop_recording():
             fast(images, labels)
+
+
+def test_batch_larger_than_the_budget_was_planned_for_is_refused():
+    """A smaller one is not, and SFT, which has no budget, runs any batch."""
+    model = net()
+    specs = [tf.TensorSpec((None, 24, 24, 3), tf.float32), tf.TensorSpec((None,), tf.int32)]
+    step = tf.function(training(model), input_signature=specs)
+    images, labels = np.repeat(IMAGES, 2, axis=0), np.repeat(LABELS, 2)
+    budget = int(0.7 * tflms_sft.rewrite(step, SFTParams(num_tiles=(1, 1)), *BATCH).plan.original.peak_bytes)
+    rewritten = tflms_sft.rewrite(step, AutoParams(budget, headroom=0), *BATCH)
+    assert rewritten.plan.changed
+    rewritten(*BATCH)
+    rewritten(IMAGES[:1], LABELS[:1])
+    weights = [w.numpy() for w in model.weights]
+    text = "^The plan holds for batches of up to 2 images. Rewrite it with example arguments of the largest batch. Rec"
+    with pytest.raises(RewriteError, match=text):
+        rewritten(images, labels)
+    assert all((before == after.numpy()).all() for before, after in zip(weights, model.weights, strict=True))
+    tflms_sft.rewrite(step, SFTParams(num_tiles=(2, 2)), *BATCH)(images, labels)

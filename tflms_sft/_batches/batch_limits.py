@@ -117,12 +117,14 @@ class BatchLimit:
         plan: The plan.
         traced: The step.
         params: The budget, in bytes.
+        remedy: Sentence of errors about a larger batch. `None`: the remedy for a Keras callback.
     """
 
-    def __init__(self, plan: Plan, traced: TracedStep, params: AutoParams) -> None:
+    def __init__(self, plan: Plan, traced: TracedStep, params: AutoParams, remedy: str | None = None) -> None:
         self._batch = plan.batch
         self._traced = None if plan.changed else traced
         self._limit = limit_of(traced, params)
+        self._remedy = remedy
         self._fits_by_batch_size: dict[int, bool] = {}
 
     def check_batch(self, tensors: Sequence[Any]) -> list[Any]:
@@ -141,6 +143,7 @@ class BatchLimit:
         unit, remedy = "sample(s)", "Let the first batch be the largest."
         if is_image(tensor.shape):
             unit, remedy = "images", "Give the largest batch as `batch_shape=`."
+        remedy = self._remedy or remedy
         if self._traced is None:
             text = f"The plan holds for batches of up to {self._batch} {unit}. {remedy}"
             return assert_in_step(tensor, fits, text, batch_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from rewriters.errors import BudgetError, RewriteError
 from rewriters.ir import tf_internals
 from rewriters.step_importer import StepImporter
 from rewriters.swapping.tiers import HostTier
+from tflms_sft._batches.batch_limits import BatchLimit
 from tflms_sft._machine.calibration import machine_rates, stored_rates
 from tflms_sft._params.request import RewriteRequest, parse_request
 from tflms_sft._params.tile_params import AutoParams
@@ -236,7 +238,11 @@ def rewrite_concrete(
         importer, plan = rewrite_traced(traced, request)
         if tf_internals.must_compile(concrete_fn):
             plan = amend_plan(plan, "the step was compiled by XLA (`jit_compile`); the rewritten step runs without XLA")
-        return RewrittenStep(concrete_fn, importer, plan)
+        limit = None
+        if isinstance(request.tiles, AutoParams):
+            budget = dataclasses.replace(request.tiles, memory_budget=plan.memory_budget)
+            limit = BatchLimit(plan, traced, budget, "Rewrite it with example arguments of the largest batch.")
+        return RewrittenStep(concrete_fn, importer, plan, limit)
 
 
 def _print_to_stderr(text: str) -> None:

@@ -12,6 +12,7 @@ from rewriters.errors import RewriteError
 from rewriters.ir import tf_internals
 from rewriters.step_importer import StepImporter
 from rewriters.swapping.tiers import Tier
+from tflms_sft._batches.batch_limits import BatchLimit, planned_size_error
 from tflms_sft._cluster.worker_watch import workers_watched
 from tflms_sft._report.plan import Plan
 from tflms_sft._trace.step_tracing import spec_of
@@ -32,13 +33,16 @@ class RewrittenStep:
         tiers: Destinations of swaps; empty without swaps.
     """
 
-    def __init__(self, original: Any, importer: StepImporter, plan: Plan) -> None:
+    def __init__(
+        self, original: Any, importer: StepImporter, plan: Plan, batch_limit: BatchLimit | None = None
+    ) -> None:
         """Trace the rewritten step.
 
         Args:
             original: The original step as a `ConcreteFunction`.
             importer: Imports the rewritten graph into a trace.
             plan: Plan of the rewriting.
+            batch_limit: Check of batches whose size the signature leaves open; `None` checks nothing.
         """
         self.plan = plan
         self._original = original
@@ -50,7 +54,7 @@ class RewrittenStep:
         specs = [tf.TensorSpec(t.shape, t.dtype) for t in original.inputs[: importer.num_arguments]]
 
         def run(*arguments: Any) -> Any:
-            return importer(arguments)
+            return importer(arguments if batch_limit is None else batch_limit.check_batch(arguments))
 
         self._function = tf.function(run, input_signature=specs, autograph=False)
         self.concrete_function = self._function.get_concrete_function()
@@ -64,7 +68,8 @@ class RewrittenStep:
             **kwargs: Keyword arguments, likewise.
 
         Raises:
-            RewriteError: If the step is called inside a gradient tape that watches its inputs.
+            RewriteError: If the step is called inside a gradient tape that watches its inputs, or with a larger batch
+                than its budget was planned for.
             WorkerError: If a worker that the step runs on is lost.
             TypeError: If an argument has another structure, shape or dtype than the signature.
         """
@@ -74,6 +79,9 @@ class RewrittenStep:
                 return self._function(*flat)
         except BaseException as error:
             self._importer.abandon()
+            size_error = planned_size_error(error)
+            if size_error is not None:
+                raise size_error from None
             if type(error) is LookupError:  # Raised by TensorFlow's gradient registry, which a tape queries here.
                 raise RewriteError(
                     "A rewritten step cannot be differentiated, and it was called in a gradient tape that watches its "
