@@ -11,6 +11,7 @@ from golden_nets import residual, train_step, unet_2d, vgg
 from training import SETTINGS, X, Y, net
 
 import tflms_sft
+from rewriters.device import properties
 from tflms_sft import AutoParams, BudgetError, MemoryBudget, RewriteError
 from tflms_sft._planner import budget_search
 
@@ -64,6 +65,17 @@ def test_cache_of_other_budget_or_step_is_not_used(cache, monkeypatch):
     for build, params in ((vgg, AutoParams(budget - 1, headroom=0)), (unet_2d, AutoParams(budget, headroom=0))):
         with pytest.raises(AssertionError, match="a search was started"):
             planned(build, params)
+
+
+def test_cache_of_other_kernels_is_not_used(cache, monkeypatch):
+    """Nominal rates are the same with and without oneDNN."""
+    params = AutoParams(budget_of(vgg), headroom=0)
+    planned(vgg, params)
+    unfolds = properties.unfolds_convolutions()
+    monkeypatch.setattr("tflms_sft._rewrite.plan_cache.properties.unfolds_convolutions", lambda: not unfolds)
+    monkeypatch.setattr(budget_search, "_search", no_search)
+    with pytest.raises(AssertionError, match="a search was started"):
+        planned(vgg, params)
 
 
 def leaky(slope):

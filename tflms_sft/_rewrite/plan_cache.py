@@ -1,7 +1,7 @@
 """Plans of budgets in files: those that users save, and a cache that later processes read.
 
-A plan is found again by its step, its budget and the rates of the machine. What a file says is checked like any other
-plan: a stored plan whose predicted peak exceeds the budget is not used.
+A plan is found again by its step, its budget, the rates of the machine and the kernels of its device. What a file says
+is checked like any other plan: a stored plan whose predicted peak exceeds the budget is not used.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import os
 from pathlib import Path
 
+from rewriters.device import properties
 from tflms_sft._machine.calibration import cache_directory
 from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._planner.traced_step import TracedStep
@@ -51,5 +52,7 @@ def _path(traced: TracedStep, params: AutoParams) -> Path | None:
         return None
     folder = Path(named) if named else cache_directory() / "plans"
     budget = dataclasses.replace(params, plan=None)
-    parts = (step_key(traced), budget, traced.rates, traced.correction)
+    # Nominal rates are the same with and without oneDNN, whose kernels need other memory.
+    device = (properties.name(), properties.unfolds_convolutions(), properties.num_threads())
+    parts = (step_key(traced), budget, traced.rates, traced.correction, device)
     return folder / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.json"
