@@ -82,8 +82,9 @@ def test_other_products_stay(case):
 
 def test_product_that_waits_stays():
     def function(x):
+        matrix = tf.ones((3, 2), x.dtype)
         with tf.control_dependencies([tf.debugging.assert_all_finite(x, "finite")]):
-            return [tf.matmul(x, tf.ones((3, 2), x.dtype))]
+            return [tf.matmul(x, matrix)]
 
     concrete_fn = tf.function(function).get_concrete_function(tf.TensorSpec((2, 5, 4, 3), tf.float64))
     (node,) = (n for n in canonicalize.read_canonical(concrete_fn).nodes.values() if n.op == "BatchMatMulV2")

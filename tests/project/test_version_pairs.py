@@ -1,0 +1,122 @@
+"""`make test-versions`: its pairs, its list of tests, its search for interpreters, and its table."""
+
+import ast
+import re
+import sys
+
+import pytest
+import version_pairs
+from import_graph import ROOT
+from version_pairs import Problem
+
+OLDEST, NEWEST = version_pairs.pairs()
+
+
+@pytest.fixture(autouse=True)
+def fresh_keras():
+    """Nothing here touches Keras."""
+
+
+def test_pairs_are_the_ends_of_the_supported_versions():
+    assert (OLDEST.pythons[0], NEWEST.pythons[0]) == version_pairs.VERSIONS["PYTHON"] == ((3, 10), (3, 13))
+    assert OLDEST.packages == ("tensorflow==2.18.*", "keras==3.8.*")
+    assert NEWEST.packages == ("tensorflow==2.21.*", "keras==3.15.*")
+
+
+def test_makefile_and_ruff_name_the_supported_pythons():
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    (first, last), (oldest, newest) = version_pairs.VERSIONS["PYTHON"], [OLDEST.pythons[0], NEWEST.pythons[0]]
+    assert re.findall(r"\((\d, \d+)\) <= v <= \((\d, \d+)\)", text) == [
+        ("{}, {}".format(*first), "{}, {}".format(*last))
+    ]
+    assert "tflms-sft needs CPython {}.{} to {}.{}".format(*oldest, *newest) in text
+    assert 'target-version = "py{}{}"'.format(*oldest) in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("line", version_pairs.CORE.read_text(encoding="utf-8").splitlines())
+def test_core_list_names_a_test_that_exists(line):
+    path, *names = re.sub(r"\[.*", "", line).split("::")
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert set(names) <= functions and any(name.startswith("test_") for name in functions)
+
+
+def test_missing_interpreter_is_named_with_the_remedy(monkeypatch):
+    monkeypatch.setattr(version_pairs, "candidates", lambda release: ["nonesuch"])
+    with pytest.raises(Problem) as error:
+        version_pairs.interpreter(OLDEST, None, False)
+    assert str(error.value) == (
+        "The oldest pair (tensorflow==2.18.*, keras==3.8.*) is tested with CPython 3.10, and neither the path nor "
+        "pyenv has a python3.10 that runs. Install it, or name another (3.11, 3.12): make test-versions "
+        "OLDEST_PYTHON=python3.11"
+    )
+    with pytest.raises(Problem, match="make test-versions NEWEST_PYTHON=python3.12$"):
+        version_pairs.interpreter(NEWEST, None, True)
+
+
+def test_interpreter_falls_back_only_if_any_is_allowed(monkeypatch):
+    releases = {"shim": None, "b": (3, 12)}
+    monkeypatch.setattr(version_pairs, "candidates", lambda release: ["shim", "b"])
+    monkeypatch.setattr(version_pairs, "release_of", releases.get)
+    assert version_pairs.interpreter(NEWEST, None, True) == version_pairs.interpreter(OLDEST, None, True) == "b"
+    with pytest.raises(Problem, match="is tested with CPython 3.13"):
+        version_pairs.interpreter(NEWEST, None, False)
+    releases["shim"] = (3, 13)
+    assert version_pairs.interpreter(NEWEST, None, True) == "shim"
+
+
+@pytest.mark.parametrize(
+    ("release", "received"), [(None, "which does not run as CPython"), ((3, 13), "which is CPython 3.13")]
+)
+def test_named_interpreter_of_unsupported_release_is_refused(monkeypatch, release, received):
+    monkeypatch.setattr(version_pairs, "release_of", lambda command: release)
+    with pytest.raises(Problem, match=rf"needs CPython 3.10, 3.11, 3.12. Received: OLDEST_PYTHON=own, {received}\.$"):
+        version_pairs.interpreter(OLDEST, "own", True)
+    monkeypatch.setattr(version_pairs, "release_of", lambda command: (3, 12))
+    assert version_pairs.interpreter(OLDEST, "own", False) == "own"
+
+
+def test_release_of_runs_the_command(tmp_path):
+    assert version_pairs.release_of(sys.executable) == sys.version_info[:2]
+    shim = tmp_path / "python3.10"
+    shim.write_text("#!/bin/sh\necho 'pyenv: python3.10: command not found' >&2\nexit 127\n")
+    shim.chmod(0o755)
+    assert version_pairs.release_of(str(shim)) is None and version_pairs.release_of("nonesuch") is None
+
+
+@pytest.mark.parametrize(
+    ("body", "text", "is_ok"),
+    [
+        ("def test_a(): pass\ndef test_b(): pass\n", "2 passed", True),
+        ("def test_a(): pass\ndef test_b(): assert 0\n", "1 passed, 1 failed", False),
+        ("import pytest\ndef test_a(): pytest.skip('no')\n", "0 passed, 1 skipped", False),
+        ("", "0 passed", False),
+    ],
+    ids=["passed", "failed", "skipped", "empty"],
+)
+def test_run_core_counts_tests(monkeypatch, tmp_path, body, text, is_ok):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_some.py").write_text(body)
+    (tmp_path / "tests" / "core.txt").write_text("tests/test_some.py\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    monkeypatch.setattr(version_pairs, "ROOT", tmp_path)
+    monkeypatch.setattr(version_pairs, "CORE", tmp_path / "tests" / "core.txt")
+    assert version_pairs.run_core(sys.executable) == (text, is_ok)
+
+
+def test_main_reports_problem_and_fails(monkeypatch, capsys):
+    monkeypatch.setattr(version_pairs, "candidates", lambda release: [])
+    assert version_pairs.main([]) == 1
+    assert capsys.readouterr().err.startswith("test-versions: The oldest pair (tensorflow==2.18.*, keras==3.8.*) is")
+
+
+def test_main_prints_a_line_per_pair_and_fails_if_one_does(monkeypatch, capsys):
+    monkeypatch.setattr(version_pairs, "interpreter", lambda pair, named, is_any: named or pair.name)
+    monkeypatch.setattr(version_pairs, "installed", lambda pair, command: command)
+    monkeypatch.setattr(version_pairs, "versions", lambda python: f"CPython of {python}")
+    results = {"mine": ("3 passed", True), "newest": ("2 passed, 1 failed", False)}
+    monkeypatch.setattr(version_pairs, "run_core", results.get)
+    assert version_pairs.main(["--oldest-python", "mine"]) == 1
+    table = ["CPython of mine  3 passed", "CPython of newest  2 passed, 1 failed"]
+    assert capsys.readouterr().out.splitlines()[-2:] == table
+    assert version_pairs.main(["--oldest-python", "mine", "--only", "oldest"]) == 0
