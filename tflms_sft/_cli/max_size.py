@@ -307,7 +307,7 @@ def _text(
     lines = [
         f"Model {assumed.model!r}: {assumed.num_weights:,} weights, {assumed.optimizer}, {assumed.loss}",
         f"Largest {thing} within {format_bytes(params.memory_budget)} with a headroom of {params.headroom:.0%}; "
-        f"predicted on {assumed.device}, precision {options.within:.0%}{multiples}",
+        f"predicted on {assumed.device}, at most {options.within:.0%} too small{multiples}",
         table(rows),
     ]
     if results["rewritten"].how:

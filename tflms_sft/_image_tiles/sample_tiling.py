@@ -281,12 +281,16 @@ def _first_that_runs(model: Any, size: int | Sequence[int] | None, training: boo
     if size is None:
         last_rows = FIRST_PROBED_ROWS + (MAX_PROBED_SIZES if left_open else 1)
         sizes = [[rows] * len(left_open) for rows in range(FIRST_PROBED_ROWS, last_rows)]
-        tried = f"Tried: {FIRST_PROBED_ROWS} to {FIRST_PROBED_ROWS + MAX_PROBED_SIZES - 1} rows. Give a valid `size`."
+        tried = f"Tried: {FIRST_PROBED_ROWS} to {last_rows - 1} rows. Pass a `size` that the model accepts."
+        if not left_open:
+            shape = tuple(model.inputs[0].shape)[1:]
+            tried = f"Tried: an image of shape {shape}. Call the model on one to find the cause."
     else:
         sizes = [[int(rows) for rows in size] if isinstance(size, Sequence) else [int(size)] * len(left_open)]
         tried = f"Received: size={size!r}."
         if len(sizes[0]) != len(left_open):
-            raise ValueError(f"`size` needs {len(left_open)} numbers, one for each free dimension. {tried}")
+            needed = f"needs {len(left_open)} numbers, one for each free dimension"
+            raise ValueError(f"`size` {needed if left_open else 'must be None for an image of fixed size'}. {tried}")
     for rows in sizes:
         try:
             return _field(model, rows, training)

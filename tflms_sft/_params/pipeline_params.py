@@ -149,7 +149,7 @@ class PipelineParams:
             raise ValueError(
                 '`per_sample` and `reductions` cannot be combined with `batch_norm="micro"`, which changes the results '
                 f"that they are checked against. Received: per_sample={self.per_sample!r}, "
-                f"reductions={self.reductions!r}. Use one of the two."
+                f'reductions={self.reductions!r}. Omit `batch_norm="micro"`, or these declarations.'
             )
         names = self.per_sample
         if names is not None:

@@ -189,11 +189,11 @@ class _Check:
             other = _Check(traces, self.params)
             other.refuse()
         except PipelineError as error:
-            raise PipelineError(f"For an open axis of size {size}: {error}") from None
+            raise PipelineError(f"If a dimension of unknown size (`None`) is {size}: {error}") from None
         if self._reductions_by_position() != other._reductions_by_position():
             raise PipelineError(
-                f"For an open axis of size {size}, values of micro-batches are combined in another way than for a "
-                "larger one. Trace the step with known sizes, or use `micro_batches=1`."
+                "Results of micro-batches are combined differently if a dimension of unknown size (`None`) is "
+                f"{size} than if it is larger. Give the inputs static shapes, or use `micro_batches=1`."
             )
 
     def _reductions_by_position(self) -> list[Any]:
