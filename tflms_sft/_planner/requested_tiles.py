@@ -257,7 +257,8 @@ def _named_segment(
     outside = list(dict.fromkeys(n for t, n in named.items() if t.node not in ops))
     if outside:
         raise SegmentError(
-            f"{_text_of(spec)}: `stored` must name tensors that the segment computes. Received: {outside}."
+            f"{_text_of(spec)}: `stored` must name tensors that the segment computes. Received: {outside}. Leave "
+            "them out, or extend the segment."
         )
     try:
         segment = build_segment(analysis, name, ops, backward_ops, stored - set(exits))
@@ -275,7 +276,7 @@ def _named_segment(
         unknown = list(dict.fromkeys(n for t, n in named.items() if not barriers.stores(t)))
         if unknown:
             raise SegmentError(
-                f"{_text_of(spec)}: `stored` must name tensors that run in tiles. Received: {unknown}."
+                f"{_text_of(spec)}: `stored` must name tensors that run in tiles. Received: {unknown}. Leave them out."
             ) from None
         segment = barriers.segment(name, barriers.smallest)
     extra = [t for t in segment.exits if t not in exits]

@@ -39,7 +39,7 @@ MIN_VERTICAL_WIDTH = 0.015
 MAX_SPAN_GAP = 0.01
 """Gap, as a fraction of the axis, up to which loops of one segment are drawn as one."""
 
-HEADROOM = 1.18
+AXIS_TOP_RATIO = 1.18
 """Upper end of the vertical axis over the highest value; leaves room for the names of loops."""
 
 WIDTH_INCHES, CURVES_INCHES, BAR_INCHES = 9.0, 4.4, 0.21
@@ -155,7 +155,7 @@ def draw_plan(
     peaks = [plan.original.peak_bytes, plan.predicted.peak_bytes, *(m.peak_bytes for m in measurements), *traced_peaks]
     highest = max(peaks)
     unit = next((unit for unit in UNITS if highest >= unit[1]), UNITS[-1])
-    if plan.memory_budget is not None and plan.memory_budget <= HEADROOM * highest:
+    if plan.memory_budget is not None and plan.memory_budget <= AXIS_TOP_RATIO * highest:
         highest = max(highest, plan.memory_budget)
     heights = []
     for panel in panels:
@@ -164,7 +164,7 @@ def draw_plan(
     rows = iter(figure.add_gridspec(len(heights), 1, height_ratios=heights))
     for panel in panels:
         axes = figure.add_subplot(next(rows))
-        axes.set_ylim(0, HEADROOM * highest / unit[1])
+        axes.set_ylim(0, AXIS_TOP_RATIO * highest / unit[1])
         _draw(axes, panel, plan.memory_budget, unit)
         if bars:
             _bars(figure.add_subplot(next(rows)), panel.curves[-1])

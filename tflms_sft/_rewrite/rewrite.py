@@ -239,7 +239,7 @@ def rewrite_concrete(
         if tf_internals.must_compile(concrete_fn):
             plan = amend_plan(plan, "the step was compiled by XLA (`jit_compile`); the rewritten step runs without XLA")
         limit = None
-        if isinstance(request.tiles, AutoParams):
+        if isinstance(request.tiles, AutoParams) and not traced.batch_is_fixed:
             budget = dataclasses.replace(request.tiles, memory_budget=plan.memory_budget)
             limit = BatchLimit(plan, traced, budget, "Rewrite it with example arguments of the largest batch.")
         return RewrittenStep(concrete_fn, importer, plan, limit)

@@ -69,7 +69,8 @@ class RewrittenStep:
 
         Raises:
             RewriteError: If the step is called inside a gradient tape that watches its inputs, or with a larger batch
-                than its budget was planned for.
+                than its budget was planned for. (Called in a `tf.function`, the latter is TensorFlow's
+                `InvalidArgumentError` with the same text.)
             WorkerError: If a worker that the step runs on is lost.
             TypeError: If an argument has another structure, shape or dtype than the signature.
         """
