@@ -330,7 +330,7 @@ class StepPatch:
         self._discard_plan()
 
     def _report_excess(self, plan: Plan, measured: Measurement | None) -> None:
-        """Say once for each plan that a later step exceeded the budget, and let the next epoch, if any, be planned again."""
+        """Say once for each plan that a later step exceeded the budget; the next epoch, if any, is planned again."""
         if measured is None or self._now.excess is not None or not exceeds_budget(plan, measured):
             return
         self._now.excess = measured

@@ -46,8 +46,8 @@ def free_device_memory() -> int:
         free = free_memory()
         if free is None:
             raise RewriteError(
-                'The budget "auto" needs the free memory of the machine, which this system does not report. Give a size '
-                'instead: `memory_budget="4GiB"`, on the command line `--budget 4GiB`.'
+                'The budget "auto" needs the free memory of the machine, which this system does not report. Give a '
+                'size instead: `memory_budget="4GiB"`, on the command line `--budget 4GiB`.'
             )
         return free
     in_use = int(tf.config.experimental.get_memory_info(properties.name())["current"])
