@@ -102,7 +102,8 @@ def min_counted_bytes() -> int:
         return 0
     for size in (2**power for power in range(8, 21)):
         before = tf.config.experimental.get_memory_info(name())["current"]
-        with tf.device(name()):
+        # While a step is traced, an op without this scope would allocate nothing.
+        with tf.init_scope(), tf.device(name()):
             block = tf.identity(tf.zeros(size, tf.uint8))
         after = tf.config.experimental.get_memory_info(name())["current"]
         del block

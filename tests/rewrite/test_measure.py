@@ -233,19 +233,27 @@ def test_read_peak_adds_uncounted_small_blocks(monkeypatch):
     assert read_peak(0, [600, 1000, *many]) is None, "not even what is counted"
 
 
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
 @pytest.mark.parametrize(("seen_from", "expected"), [(0, 0), (256, 0), (2**18, 2**18), (2**30, 0)])
-def test_counted_from_is_determined_by_trial(monkeypatch, seen_from, expected):
-    sizes = []
+def test_counted_from_is_determined_by_trial(monkeypatch, seen_from, expected, traced):
+    """Also while Keras traces a step, where ops allocate nothing."""
+    sizes, found = [], []
 
     def info(name):
         return {"current": sum(size for size in sizes if size >= seen_from)}
 
     monkeypatch.setattr(properties, "has_allocator_stats", lambda: True)
     monkeypatch.setattr("tensorflow.config.experimental.get_memory_info", info)
-    monkeypatch.setattr("tensorflow.identity", lambda value: sizes.append(value.shape[0]))
+    monkeypatch.setattr("tensorflow.identity", lambda value: tf.executing_eagerly() and sizes.append(value.shape[0]))
     properties.min_counted_bytes.cache_clear()
+
+    @tf.autograph.experimental.do_not_convert
+    def probe():
+        found.append(properties.min_counted_bytes())
+
     try:
-        assert properties.min_counted_bytes() == expected
+        (tf.function(probe) if traced else probe)()
+        assert found == [expected]
     finally:
         properties.min_counted_bytes.cache_clear()
 
