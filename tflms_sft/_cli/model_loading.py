@@ -142,7 +142,8 @@ def resized(model: Any, shape: Sequence[int]) -> Any:
     except Exception as error:
         raise UsageError(
             f"{subject}. Its layers cannot be built for {_shape(shape)}: {type(error).__name__}: {error}. Build the "
-            "model with free sizes, `keras.Input((None, None, channels))`, or ask for sizes that its strides divide, such as multiples of 32."
+            "model with free sizes, `keras.Input((None, None, channels))`, or ask for sizes that its strides divide, "
+            "such as multiples of 32."
         ) from error
     for old, new in zip(model.weights, clone.weights, strict=True):
         if old.shape != new.shape:
