@@ -62,7 +62,7 @@ class Trained:
             raise RewriteError(
                 f"This batch yields another plan than the training; they differ in {shortened(different, _MAX_NAMES)}. "
                 f"Trained: {self.plan.headline()}. Received: {plan.headline()}. Give images of the trained size in a "
-                f"batch of {self.plan.batch}, and the unchanged model; or pass a smaller budget instead of the callback."
+                f"batch of {self.plan.batch}, and the unchanged model. Or pass a smaller budget in its place."
             )
 
 
