@@ -326,7 +326,8 @@ def test_schedule_chart_has_a_numbered_box_for_each_slot(tmp_path):
     assert [len(boxes.get_paths()) for boxes in axes.collections if len(boxes.get_facecolors()) == 4] == [4, 4, 4, 4]
     assert axes.get_title(loc="left") == "Schedule mast: 2 stages, 4 micro-batches, 2 data replicas"
     assert [label.get_text() for label in axes.get_yticklabels()] == [f"device {d}" for d in range(4)]
-    assert beside.get_yticklabels()[0].get_text() == f"{100 * simulation.idle[0] / simulation.seconds:.0f} % idle, peak 2.00 MiB"
+    idle = 100 * simulation.idle[0] / simulation.seconds
+    assert beside.get_yticklabels()[0].get_text() == f"{idle:.0f} % idle, peak 2.00 MiB"
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == [
         "forward",
@@ -343,7 +344,8 @@ def test_schedule_chart_has_a_numbered_box_for_each_slot(tmp_path):
 def test_schedule_chart_without_matplotlib_names_the_extra(monkeypatch):
     figure = draw_schedule(simulate(make("basic", 1, 1), [1], [2]))
     assert figure.axes[0].get_title(loc="left") == "Schedule basic: 1 stage, 1 micro-batch"
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["forward", "backward", "critical path", "number of the micro-batch"]
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels == ["forward", "backward", "critical path", "number of the micro-batch"]
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r'needs matplotlib: pip install "tflms-sft\[plot\]"'):
         draw_schedule(simulate(make("basic", 1, 1), [1], [2]))
