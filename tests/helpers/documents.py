@@ -1,6 +1,6 @@
 """Runs the snippets of a page of the documentation, in order and in one process.
 
-    python tests/helpers/documents.py docs/getting-started/first-budget.md [FOLDER]
+    python tests/helpers/documents.py docs/how-to/swap.md [FOLDER]
 
 What stands behind the language of a block says what it is for:
 
