@@ -34,7 +34,7 @@ fuzz: $(STAMP)
 
 # The site is at build/site/index.html; a warning is an error.
 docs: $(STAMP)
-	$(RUN) -m mkdocs build --strict --quiet
+	$(RUN) -m mkdocs build --strict
 
 lint: $(STAMP)
 	$(RUN) -m ruff check $(CODE)
