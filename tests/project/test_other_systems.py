@@ -54,7 +54,7 @@ def test_other_system_swaps_or_names_what_it_lacks(system):
 def test_other_system_budget_auto_asks_for_number(system):
     _, found = system
     kind, text = found["auto"]
-    assert kind == "RewriteError" and text.endswith('such as `memory_budget="4GiB"`.')
+    assert kind == "RewriteError" and text.endswith('`memory_budget="4GiB"`, on the command line `--budget 4GiB`.')
 
 
 def test_other_system_budget_uses_what_is_there(system):
