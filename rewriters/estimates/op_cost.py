@@ -20,6 +20,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 import weakref
 from collections.abc import Iterable, Mapping
 
@@ -49,6 +50,14 @@ _ANY = ""
 
 DIRECT = "direct"
 """Key of the rate of convolution gradients whose kernels do not unfold images."""
+
+
+def sum_in_order(seconds: Iterable[float]) -> float:
+    """Return the sum of durations, rounded after each addition.
+
+    `sum` compensates for rounding since Python 3.12. Of equally fast plans another one would be chosen there.
+    """
+    return functools.reduce(operator.add, seconds, 0.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,13 +165,13 @@ class CostModel:
     def step(self, nodes: Iterable[Node]) -> float:
         """Return the seconds of full-size ops."""
         nodes = list(nodes)
-        return sum(map(self.op, nodes)) - self.concurrency_savings(nodes)
+        return sum_in_order(map(self.op, nodes)) - self.concurrency_savings(nodes)
 
     def concurrency_savings(self, nodes: Iterable[Node], tile_loop: TileLoop | None = None) -> float:
         """Return the seconds that ops save because some run concurrently; full-size ops if `tile_loop` is `None`."""
         ops = set(nodes)
         pairs = ((node, self.gradient_pairs[node]) for node in ops if self.gradient_pairs.get(node) in ops)
-        return sum(self._saved(*pair, tile_loop) for pair in pairs)
+        return sum_in_order(self._saved(*pair, tile_loop) for pair in pairs)
 
     @functools.cached_property
     def lower_bound(self) -> CostModel:
@@ -210,9 +219,9 @@ class CostModel:
 
     def body(self, tile_loop: TileLoop) -> float:
         """Return the seconds of the ops of a loop in all iterations, halos included."""
-        seconds = sum(self.op_in_loop(tile_loop, node) for node in tile_loop.body)
+        seconds = sum_in_order(self.op_in_loop(tile_loop, node) for node in tile_loop.body)
         seconds -= self.concurrency_savings(tile_loop.body, tile_loop)
-        return seconds + sum(self._moments(tile_loop, pair.image) for pair in tile_loop.moments)
+        return seconds + sum_in_order(self._moments(tile_loop, pair.image) for pair in tile_loop.moments)
 
     def _moments(self, tile_loop: TileLoop, image: Tensor) -> float:
         """Return the seconds of the mean, the squared differences and their mean that a loop computes for each tile."""
@@ -263,7 +272,7 @@ class CostModel:
         """Return the seconds of one call on a fraction of the images; `work.call` is the shape of that call."""
         rates = self.rates
         seconds = rates.call + fraction * work.image_bytes / _rate(rates.touched, node.op)
-        first_touch = sum(self._first_touch(fraction * size) for size in work.result_bytes)
+        first_touch = sum_in_order(self._first_touch(fraction * size) for size in work.result_bytes)
         if not work.flops:
             return seconds + work.other_bytes / _rate(rates.touched, node.op) + first_touch
         seconds += fraction * work.flops / _rate(rates.flops, node.op) + work.other_bytes / rates.weights

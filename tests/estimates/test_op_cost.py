@@ -12,7 +12,7 @@ from nets import conv
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize import canonicalize
 from rewriters.device import kernel_scratch, properties
-from rewriters.estimates.op_cost import DIRECT, NOMINAL, CostModel, _coverage
+from rewriters.estimates.op_cost import DIRECT, NOMINAL, CostModel, _coverage, sum_in_order
 from rewriters.tiling.barrier_levels import assign_levels
 from rewriters.tiling.barrier_planner import BarrierPlanner, barrier_segment
 from rewriters.tiling.checkpoint_selection import CheckpointSelection
@@ -308,3 +308,8 @@ def test_concurrency_savings_are_zero_for_busy_kernels(monkeypatch):
     costs = CostModel(analysis, IMAGES, changed(unfolded={"Conv2DBackpropInput": 1e6, "Conv2DBackpropFilter": 1e6}))
     assert costs.gradient_pairs and costs.concurrency_savings(analysis.order) == 0, "all images at once"
     assert costs.concurrency_savings(node for node in analysis.order if node.op != "Conv2DBackpropFilter") == 0
+
+
+def test_sum_in_order_rounds_after_each_addition():
+    assert sum_in_order([0.1] * 10) == 0.9999999999999999
+    assert sum_in_order(iter(())) == 0.0

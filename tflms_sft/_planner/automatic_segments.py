@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from rewriters.emission.loop_signature import segment_signature
 from rewriters.emission.tile_pass import SegmentPlan
 from rewriters.errors import NotTileableError
+from rewriters.estimates.op_cost import sum_in_order
 from rewriters.tiling.ft_segments import TileableComponent, find_components, recomputes, try_segment
 from rewriters.tiling.segment import Segment
 from tflms_sft._planner.block_search import BlockChoice, target_bytes
@@ -92,7 +93,7 @@ class RequestedSearch(ChainSearch):
             if segmentation not in segmentations:
                 segmentations.add(segmentation)
                 seconds = [choice.seconds - self._untiled_seconds(number, choice) for number, choice in segmentation]
-                slowdown = 1 + max(sum(seconds), 0.0) / self._traced.seconds
+                slowdown = 1 + max(sum_in_order(seconds), 0.0) / self._traced.seconds
                 scores[target] = target * slowdown**TIME_EXPONENT
         return scores
 
@@ -160,4 +161,4 @@ def _iteration_bytes(traced: TracedStep, plan: SegmentPlan) -> int:
 
 
 def _seconds(traced: TracedStep, plan: SegmentPlan) -> float:
-    return sum(map(traced.costs.tile_loop, plan.loops))
+    return sum_in_order(map(traced.costs.tile_loop, plan.loops))

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 
 from rewriters.emission.tile_pass import LOOP_SCOPE, SegmentPlan
+from rewriters.estimates.op_cost import sum_in_order
 from rewriters.ir.graph import Node, Tensor
 from rewriters.tiling.barrier_levels import assign_levels
 from rewriters.tiling.barrier_planner import BarrierPlanner, barrier_segment, has_barriers, has_nonlinear_gradients
@@ -241,7 +242,7 @@ class CheckpointPlan:
     def least_seconds(self) -> float:
         """Lower bound of the time of the loops, in any number of tiles."""
         loops = self._loops[Halo.RECOMPUTE]
-        return sum(loops.estimate(number, grids[0]).least_seconds for number, grids in enumerate(loops.grids))
+        return sum_in_order(loops.estimate(number, grids[0]).least_seconds for number, grids in enumerate(loops.grids))
 
     @property
     def smallest(self) -> Candidate:

@@ -18,7 +18,7 @@ from rewriters.emission.loop_signature import loop_signature, segment_signature
 from rewriters.emission.tile_pass import planner_for
 from rewriters.errors import NotTileableError
 from rewriters.estimates.loop_memory import Results
-from rewriters.estimates.op_cost import CostModel
+from rewriters.estimates.op_cost import CostModel, sum_in_order
 from rewriters.ir.graph import Node, Tensor
 from rewriters.tiling.barrier_planner import LatestPlans
 from rewriters.tiling.checkpoint_selection import LoopSpec
@@ -320,7 +320,7 @@ class SegmentTilings:
         return dataclasses.replace(
             choice,
             saved_bytes=choice.saved_bytes + self._checkpoint_bytes[count],
-            seconds=choice.seconds - sum(self._estimate(choice.grid).savings[:count]),
+            seconds=choice.seconds - sum_in_order(self._estimate(choice.grid).savings[:count]),
             checkpoints=frozenset(candidate.tensor for candidate in self._candidates[:count]),
         )
 
@@ -375,7 +375,7 @@ class SegmentTilings:
             saved_bytes = sum(save.saved.num_bytes(batch) for loop in loops for save in loop.saves)
             savings = [self._saving(costs, loops[-1], candidate) for candidate in self._candidates]
             least_savings = [self._saving(costs.lower_bound, loops[-1], candidate) for candidate in self._candidates]
-            seconds, least = (sum(map(model.tile_loop, loops)) for model in (costs, costs.lower_bound))
+            seconds, least = (sum_in_order(map(model.tile_loop, loops)) for model in (costs, costs.lower_bound))
             bounds = itertools.accumulate(least_savings, operator.sub, initial=least)
             iteration_bytes = self._traced.loop_memory.peak_bytes(loops[-1], batch)
             self._estimates[grid] = TilingEstimate(
@@ -385,7 +385,8 @@ class SegmentTilings:
 
     def _saving(self, costs: CostModel, backward: TileLoop, candidate: CheckpointCandidate) -> float:
         """Return the seconds that a checkpoint saves in the backward loop, given those of the candidates before."""
-        return sum(costs.op_in_loop(backward, node) for node in candidate.spared.intersection(backward.body))
+        spared = candidate.spared.intersection(backward.body)
+        return sum_in_order(costs.op_in_loop(backward, node) for node in spared)
 
     def _loops(self, grid: Grid) -> tuple[int, list[TileLoop]]:
         """Plan the loops with the coarsest forward grid that needs no more memory than the backward loop.
@@ -437,7 +438,7 @@ def _checkpoint_candidates(traced: TracedStep, segment: Segment) -> list[Checkpo
 
 def _sum_of(nodes: Iterable[Node], seconds: Mapping[Node, float]) -> float:
     """Return the time of the ops that have one."""
-    return sum(seconds.get(node, 0.0) for node in nodes)
+    return sum_in_order(seconds.get(node, 0.0) for node in nodes)
 
 
 def _recomputed(wanted: Iterable[Tensor], available: Container[Tensor], within: Container[Node]) -> set[Node]:

@@ -18,7 +18,7 @@ from rewriters.device.peak_memory import AllocationTrace, IterationTrace, Peak, 
 from rewriters.emission.loop_emitter import loop_input_tensors, loop_output_tensors
 from rewriters.emission.tile_pass import SegmentPlan, loop_nodes, tile_segments, tile_skeleton
 from rewriters.estimates.loop_memory import IterationModelCache
-from rewriters.estimates.op_cost import NOMINAL, CostModel, MachineRates
+from rewriters.estimates.op_cost import NOMINAL, CostModel, MachineRates, sum_in_order
 from rewriters.estimates.unmodelled import unmodelled
 from rewriters.ir import tf_internals
 from rewriters.ir.graph import Graph, Node, Tensor
@@ -275,7 +275,8 @@ def seconds_of(traced: TracedStep, plans: list[SegmentPlan]) -> float:
     """Return the time of the step with tile loops."""
     costs = traced.costs
     tiled = costs.step({n for plan in plans for n in (*plan.segment.forward, *plan.segment.backward)})
-    return traced.seconds - tiled + sum(costs.tile_loop(tile_loop) for plan in plans for tile_loop in plan.loops)
+    loops = [tile_loop for plan in plans for tile_loop in plan.loops]
+    return traced.seconds - tiled + sum_in_order(map(costs.tile_loop, loops))
 
 
 def time_ratio(traced: TracedStep, plans: list[SegmentPlan]) -> float:
