@@ -1,4 +1,4 @@
-"""The measurements of `benchmarks.gpu`, each in a child process of its own.
+"""The measurements of networks for `benchmarks.gpu`, each in a child process of its own.
 
 Every function returns JSON-able figures and `passed`. `device` is "gpu" or "cpu": the same checks run on both, so that
 the benchmark can be tried without a GPU.
@@ -7,7 +7,6 @@ the benchmark can be tried without a GPU.
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import functools
 import statistics
 import time
@@ -15,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from benchmarks import _child, _nets
+from benchmarks._gpu_device import Figures, alone_on_device, limit_memory
 
 MAX_FLOAT64_DIFFERENCE = 1e-10
 MAX_DIFFERENCE_OF_KERNELS = 1e-3
@@ -25,34 +25,6 @@ MAX_PEAK_ERROR_FRACTION = 0.15
 INPUT_PERTURBATION = {"float64": 1e-15, "float32": 1e-7}
 BUDGET_FRACTIONS = (0.5, 0.75)
 MIN_HIDDEN_FRACTION = 0.5
-
-Figures = dict[str, Any]
-
-
-def device_facts(*, device: str, emit: _child.Emit) -> Figures:
-    """Return name, versions and measured rates of the device; passed if it multiplies and convolves."""
-    del emit
-    import tensorflow as tf
-
-    from tflms_sft._machine.calibration import machine_rates
-
-    place = f"{device.upper()}:0"
-    physical = tf.config.list_physical_devices(device.upper())
-    build = tf.sysconfig.get_build_info()
-    facts = dict(tf.config.experimental.get_device_details(physical[0])) if physical and device == "gpu" else {}
-    with tf.device(place):
-        product = tf.matmul(tf.ones((512, 512)), tf.ones((512, 512)))
-        image = tf.nn.conv2d(tf.ones((1, 64, 64, 8)), tf.ones((3, 3, 8, 8)), 1, "VALID")
-    return {
-        "name": str(facts.get("device_name", device)),
-        "compute_capability": list(facts.get("compute_capability", ())),
-        "tensorflow": tf.__version__,
-        "built_for_cuda": str(build.get("cuda_version")),
-        "devices": [one.name for one in tf.config.list_logical_devices()],
-        "placed_on": product.device,
-        "rates": dataclasses.asdict(machine_rates()),
-        "passed": bool(tf.reduce_all(product == 512)) and bool(tf.reduce_all(image == 72)) and place in product.device,
-    }
 
 
 def equality(
@@ -128,17 +100,21 @@ def peaks(
     fast, fraction = _within(step, *data)
     planned = time.perf_counter() - began
     plan = fast.plan
-    plain, rewritten = (tflms_sft.measure(run, *data).peak_bytes for run in (step, fast))
-    pairs = [(_seconds(step, data), _seconds(fast, data)) for _ in range(runs)]
+    with alone_on_device():
+        firsts = [_seconds(run, data) for run in (step, fast)]
+        plain, rewritten = (tflms_sft.measure(run, *data).peak_bytes for run in (step, fast))
+        pairs = [(_seconds(step, data), _seconds(fast, data)) for _ in range(runs)]
+        transposes = [_transposes(run, data) for run in (step, fast)] if layout else []
     predicted = (plan.original.peak_bytes, plan.predicted.peak_bytes)
     times = [statistics.median(column) for column in zip(*pairs, strict=True)]
-    transposes = [_transposes(run, data) for run in (step, fast)] if layout else []
     return {
         "transposes": transposes,
         "budget_fraction": fraction,
         "predicted_bytes": predicted,
         "measured_bytes": (plain, rewritten),
+        "first_seconds": firsts,
         "seconds": times,
+        "ratio": times[1] / times[0],
         "predicted_ratio": plan.predicted.time_ratio,
         "planned_seconds": planned,
         "headline": plan.headline(),
@@ -160,24 +136,36 @@ def _transposes(run: Any, data: Sequence[Any]) -> int:
 
 
 def limited(
-    *, net: str, image_size: int, batch: int, memory: int, steps: int, device: str, emit: _child.Emit
+    *, net: str, image_size: int, batch: int, memory: int, reserved: int, steps: int, device: str, emit: _child.Emit
 ) -> Figures:
-    """Train within a budget, on a GPU whose memory TensorFlow is limited to; time per step and per pixel."""
+    """Train within a budget, on a GPU whose memory TensorFlow is limited to; time per step and per pixel.
+
+    Args:
+        net: The network.
+        image_size: Height and width.
+        batch: Images.
+        memory: Bytes that TensorFlow may allocate.
+        reserved: Bytes of them that the budget leaves to cuDNN.
+        steps: Timed steps.
+        device: "gpu" or "cpu".
+        emit: Not used.
+    """
     del emit
     import tensorflow as tf
 
     import tflms_sft
 
-    _limit(device, memory)
+    limit_memory(device, memory)
     task = _task(net)
     step = _step(task, image_size, batch, "float32")
     data = tuple(tf.constant(part) for part in task.noise(image_size, batch))
     began = time.perf_counter()
-    fast = tflms_sft.rewrite(step, tflms_sft.AutoParams(memory), *data)
+    fast = tflms_sft.rewrite(step, tflms_sft.AutoParams(memory - reserved), *data)
     planned = time.perf_counter() - began
-    _seconds(fast, data)
-    seconds = [_seconds(fast, data) for _ in range(steps)]
-    peak = tflms_sft.measure(fast, *data).peak_bytes
+    with alone_on_device():
+        first = _seconds(fast, data)
+        seconds = [_seconds(fast, data) for _ in range(steps)]
+        peak = tflms_sft.measure(fast, *data).peak_bytes
     return {
         "headline": fast.plan.headline(),
         "planned_seconds": planned,
@@ -185,6 +173,7 @@ def limited(
         "predicted_seconds": fast.plan.predicted.seconds,
         "predicted_ratio": fast.plan.predicted.time_ratio,
         "measured_bytes": peak,
+        "first_seconds": first,
         "seconds": statistics.median(seconds),
         "microseconds_per_pixel": 1e6 * statistics.median(seconds) / task.pixels(image_size, batch),
         "passed": peak <= memory,
@@ -204,13 +193,15 @@ def plain_times(
     step = _step(task, image_size, batch, "float32")
     data = tuple(tf.constant(part) for part in task.noise(image_size, batch))
     run = tf.function(step.python_function, jit_compile=True, autograph=False) if xla else step
-    first = _seconds(run, data)
-    seconds = statistics.median([_seconds(run, data) for _ in range(steps)])
+    with alone_on_device():
+        first = _seconds(run, data)
+        seconds = statistics.median([_seconds(run, data) for _ in range(steps)])
+        peak = None if xla else tflms_sft.measure(step, *data).peak_bytes
     return {
         "first_seconds": first,
         "seconds": seconds,
         "microseconds_per_pixel": 1e6 * seconds / task.pixels(image_size, batch),
-        "measured_bytes": None if xla else tflms_sft.measure(step, *data).peak_bytes,
+        "measured_bytes": peak,
         "passed": True,
     }
 
@@ -228,8 +219,10 @@ def overlap(*, net: str, image_size: int, batch: int, device: str, emit: _child.
     data = tuple(tf.constant(part) for part in task.noise(image_size, batch))
     params = tflms_sft.LMSParams(tier="host" if device == "gpu" else "disk")
     fast = tflms_sft.rewrite(step, params, *data)
-    seconds = [(_seconds(step, data), _seconds(fast, data)) for _ in range(4)][1:]
-    stats = tf_internals.step_stats(fast.concrete_function, list(data))
+    with alone_on_device():
+        seconds = [(_seconds(step, data), _seconds(fast, data)) for _ in range(4)][1:]
+        peak = tflms_sft.measure(fast, *data).peak_bytes
+        stats = tf_internals.step_stats(fast.concrete_function, list(data))
     copies, kernels = set(), set()  # A GPU's copies and kernels are listed for every stream that has them.
     for device_stats in stats.dev_stats:
         if device == "gpu" and "stream" not in device_stats.device:
@@ -244,13 +237,14 @@ def overlap(*, net: str, image_size: int, batch: int, device: str, emit: _child.
     hidden = hidden_fraction(copies, kernels)
     return {
         "swaps": len(fast.plan.swaps),
+        "swapped_bytes": fast.plan.swapped_bytes,
         "copies": len(copies),
         "copied_microseconds": sum(end - begin for begin, end in copies),
         "hidden": hidden,
         "time_ratio": statistics.median(fast_one / plain for plain, fast_one in seconds),
         "predicted_ratio": fast.plan.predicted.time_ratio,
         "predicted_bytes": fast.plan.predicted.peak_bytes,
-        "measured_bytes": tflms_sft.measure(fast, *data).peak_bytes,
+        "measured_bytes": peak,
         "passed": bool(copies) and (device == "cpu" or hidden >= MIN_HIDDEN_FRACTION),
     }
 
@@ -279,36 +273,13 @@ def hidden_fraction(copies: Iterable[tuple[int, int]], kernels: Iterable[tuple[i
     return hidden / total if total else 1.0
 
 
-def out_of_memory(*, device: str, emit: _child.Emit) -> Figures:
-    """Allocate too much in the body of a loop; passed if TensorFlow raises and the device still works."""
-    del emit
-    import tensorflow as tf
-
-    _limit(device, 2**30)
-
-    @tf.function
-    def loop(rows: Any) -> Any:
-        def body(number: Any, total: Any) -> Any:
-            return number + 1, total + tf.reduce_sum(tf.fill([rows, 2**20], total))
-
-        return tf.while_loop(lambda number, _: number < 4, body, (0, 1.0))[1]
-
-    with tf.device(f"{device.upper()}:0"):
-        try:
-            raised = f"nothing, but a result of {float(loop(2**24))}"
-        except tf.errors.ResourceExhaustedError as error:
-            raised = type(error).__name__
-        works = float(loop(1)) > 0
-    return {"raised": raised, "works_after": works, "passed": raised == "ResourceExhaustedError" and works}
-
-
 def largest_batch(*, net: str, image_size: int, memory: int, steps: int, device: str, emit: _child.Emit) -> Figures:
     """Find the largest of 2, 4, ..., 64 times the original step's batch that the planner accepts, and train with it."""
     import tensorflow as tf
 
     import tflms_sft
 
-    _limit(device, memory)
+    limit_memory(device, memory)
     task = _task(net)
     needs = []
     for batch in (1, 2):
@@ -327,9 +298,10 @@ def largest_batch(*, net: str, image_size: int, memory: int, steps: int, device:
         return {"plain_batch": plain, "batch": plain, "passed": False}
     factor, fast = best
     data = tuple(tf.constant(part) for part in task.noise(image_size, plain * factor))
-    _seconds(fast, data)
-    seconds = statistics.median([_seconds(fast, data) for _ in range(steps)])
-    peak = tflms_sft.measure(fast, *data).peak_bytes
+    with alone_on_device():
+        _seconds(fast, data)
+        seconds = statistics.median([_seconds(fast, data) for _ in range(steps)])
+        peak = tflms_sft.measure(fast, *data).peak_bytes
     return {
         "plain_batch": plain,
         "batch": plain * factor,
@@ -340,6 +312,32 @@ def largest_batch(*, net: str, image_size: int, memory: int, steps: int, device:
         "seconds": seconds,
         "seconds_per_image": seconds / (plain * factor),
         "passed": peak <= memory,
+    }
+
+
+def tiled(*, net: str, image_size: int, batch: int, tiles: int, device: str, emit: _child.Emit) -> Figures:
+    """Compare predicted and measured times with a given number of tiles along each axis: launches cost time."""
+    del device, emit
+    import tensorflow as tf
+
+    import tflms_sft
+
+    task = _task(net)
+    step = _step(task, image_size, batch, "float32")
+    data = tuple(tf.constant(part) for part in task.noise(image_size, batch))
+    fast = tflms_sft.rewrite(step, tflms_sft.SFTParams(num_tiles=(tiles,) * task.dimensions), *data)
+    with alone_on_device():
+        seconds = [(_seconds(step, data), _seconds(fast, data)) for _ in range(6)][1:]
+        plain, rewritten = (tflms_sft.measure(run, *data).peak_bytes for run in (step, fast))
+    times = [statistics.median(column) for column in zip(*seconds, strict=True)]
+    return {
+        "seconds": times,
+        "ratio": times[1] / times[0],
+        "predicted_seconds": [fast.plan.original.seconds, fast.plan.predicted.seconds],
+        "predicted_ratio": fast.plan.predicted.time_ratio,
+        "predicted_bytes": (fast.plan.original.peak_bytes, fast.plan.predicted.peak_bytes),
+        "measured_bytes": (plain, rewritten),
+        "passed": True,
     }
 
 
@@ -356,7 +354,8 @@ class _Results:
         """Return losses and variables after the steps."""
         for variable, value in zip(self._variables, self._start, strict=True):
             variable.assign(value)
-        losses = [run(*data).numpy() for _ in range(self._steps)]
+        with alone_on_device():
+            losses = [run(*data).numpy() for _ in range(self._steps)]
         return [*losses, *(variable.numpy() for variable in self._variables)]
 
     @staticmethod
@@ -411,13 +410,3 @@ def _step(task: _nets.Task, image_size: int, batch: int, floatx: str) -> Any:
 
     step.model = model
     return step
-
-
-def _limit(device: str, memory: int) -> None:
-    """Limit TensorFlow to `memory` bytes of the GPU; do nothing on a CPU."""
-    import tensorflow as tf
-
-    if device == "gpu":
-        (first, *_) = tf.config.list_physical_devices("GPU")
-        one = tf.config.LogicalDeviceConfiguration(memory_limit=memory // 2**20)
-        tf.config.set_logical_device_configuration(first, [one])
