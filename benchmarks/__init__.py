@@ -1,1 +1,1 @@
-"""Measurements of plain and rewritten training steps; see README.md beside this file."""
+"""Measurements of original and rewritten training steps; `docs/benchmarks/index.md` defines the figures."""

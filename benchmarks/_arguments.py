@@ -1,4 +1,4 @@
-"""Command line options that benchmarks and demo share."""
+"""Command line options that the benchmarks and the demo share."""
 
 import argparse
 import re
@@ -26,7 +26,7 @@ def parse_size(text: str) -> int:
     """Return the bytes of a text such as "1.5GiB", "900 MB" or "1048576".
 
     Raises:
-        ValueError: If the text is no such size.
+        ValueError: If the text is not a size.
     """
     text = text.strip()
     return parse_bytes(int(text) if text.isdecimal() else text, "size")
@@ -41,7 +41,7 @@ def size(text: str) -> int:
 
 
 def budget(text: str) -> str:
-    """An argument that is a size, or such as "1/3" the part of what the plain step needs; as it is written."""
+    """Check a budget and return it as given: a size, or a fraction of the original step's peak such as "1/3"."""
     if not is_part(text):
         size(text)
     elif not 0 < _fraction(text) < 1:
@@ -50,17 +50,17 @@ def budget(text: str) -> str:
 
 
 def budget_bytes(text: str, plain_bytes: int) -> int:
-    """Returns the bytes of a `budget`.
+    """Return the bytes of a budget.
 
     Args:
         text: The budget.
-        plain_bytes: What the plain step needs; not used for a size.
+        plain_bytes: Predicted peak of the original step; not used for a size.
     """
     return int(_fraction(text) * plain_bytes) if is_part(text) else parse_size(text)
 
 
 def is_part(text: str) -> bool:
-    """Return whether a `budget` is a fraction of the plain step's memory."""
+    """Return whether a budget is a fraction of the original step's peak."""
     return "/" in text
 
 
@@ -71,7 +71,7 @@ def _fraction(text: str) -> Fraction:
 
 
 def part(text: str) -> float:
-    """Parse a number from 0 to below 1."""
+    """Parse a fraction from 0 to below 1."""
     number = float(text)
     if not 0 <= number < 1:
         raise argparse.ArgumentTypeError(f"must be from 0 to below 1. Received: {number}")

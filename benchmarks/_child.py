@@ -1,9 +1,8 @@
-"""Runs a function in a child process, watches the child's memory, and brings back what the function returns.
+"""Runs a function in a child process, samples the child's memory, and returns the function's result.
 
-Every measurement gets a process of its own: what TensorFlow allocated once stays in its pools, the
-settings of its allocators are read when it is imported, and a step that runs out of memory may take the
-process with it. The function is named as `module:function`; it gets its keyword arguments plus `emit`,
-which sends a JSON-able dict to the parent while the function still runs.
+Every measurement has a process of its own. TensorFlow keeps memory that it once allocated, and reads the settings of
+its allocators on import. A step that runs out of memory may kill its process. The function is named as
+`module:function`. It gets its keyword arguments and `emit`, which sends a JSON-able dict to the parent at any time.
 """
 
 import ctypes
@@ -27,16 +26,16 @@ ROOT = Path(__file__).resolve().parent.parent
 Event = dict[str, Any]
 Emit = Callable[[Event], None]
 
-# With these the process gives memory back as soon as a tensor dies, so that its RSS follows the tensors in
-# use. Without them TensorFlow's pool (and glibc's heap) keeps what it got, and the RSS only ever climbs.
+# The process returns the memory of a freed tensor, so that RSS follows the tensors in use. By default the pool of
+# TensorFlow and the heap of glibc keep freed memory.
 TRUE_RSS_ENV = {"TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
 
-# What TensorFlow and absl print in any run, also in a good one.
+# Messages that TensorFlow and absl print in every run.
 _NOISE = re.compile(
     r"^(I\d{4} |W\d{4} .*op_kernel|WARNING: All log messages|To enable the following instructions"
     r"|E\d{4} .*(cuInit|CUDA|cuda)|\d{4}-\d\d-\d\d .*: I )"
 )
-# In the words of TensorFlow, of oneDNN (whose status 1 is dnnl_out_of_memory), of the C++ and C libraries, of NumPy.
+# Messages of TensorFlow, of oneDNN (status 1 is dnnl_out_of_memory), of the C++ and C libraries, and of NumPy.
 _OOM = re.compile(
     r"OOM when allocating tensor with shape\[[\d,]*\] and type \w+"
     r"|Status: 1, message: [^,]*|std::bad_alloc|Cannot allocate memory|Unable to allocate [^\n]* for an array"
@@ -48,10 +47,10 @@ class Sample(NamedTuple):
     """Memory of a process at one moment.
 
     Attributes:
-        seconds: Since the process was started.
-        rss: Bytes of its pages that lie in RAM.
-        anonymous: The part of these that comes from no file: heap and tensors, but not code.
-        data: Bytes of private writable mappings, in RAM or not; RLIMIT_DATA limits these.
+        seconds: Time since the process was started.
+        rss: Bytes of resident pages.
+        anonymous: Bytes of resident pages that belong to no file: heap and tensors, but not code.
+        data: Bytes of private writable mappings, resident or not. RLIMIT_DATA limits these.
     """
 
     seconds: float
@@ -65,12 +64,12 @@ class Outcome:
     """Exit status and output of a child process.
 
     Attributes:
-        returncode: As `subprocess` has it: below zero is a signal.
-        result: What the function returned, None where it did not return.
-        error: Type and message of the exception that ended the function, or None.
-        log: What the child printed on stdout and stderr.
-        samples: The memory over time; empty where no sampling was asked for.
-        seconds: Life of the process.
+        returncode: Exit status as in `subprocess`, negative for a signal.
+        result: Result of the function; `None` if it did not return.
+        error: Type and message of the exception that ended the function, or `None`.
+        log: Output of the child on stdout and stderr.
+        samples: Memory over time; empty without sampling.
+        seconds: Lifetime of the process.
     """
 
     returncode: int
@@ -86,7 +85,7 @@ class Outcome:
         return self.returncode == 0 and self.error is None
 
     def how_it_ended(self) -> str:
-        """Returns one line that says how the child ended."""
+        """Return how the child ended, in one line."""
         if self.error:
             return f"{self.error['type']}: {first_line(self.error['message'])}"
         if self.returncode < 0:
@@ -94,77 +93,77 @@ class Outcome:
         return f"exit code {self.returncode}"
 
     def log_tail(self, lines: int = 15) -> str:
-        """Returns the last lines of the log without TensorFlow's usual noise."""
-        kept = [line for line in self.log.splitlines() if line.strip() and not _NOISE.match(line)]
-        return "\n".join(kept[-lines:])
+        """Return the last lines of the log, without messages that every run prints."""
+        messages = [line for line in self.log.splitlines() if line.strip() and not _NOISE.match(line)]
+        return "\n".join(messages[-lines:])
 
 
 def out_of_memory(outcome: Outcome) -> str | None:
-    """Returns the words in which a child ran out of memory, None where it did not.
+    """Return the message of a child that ran out of memory; `None` if it did not.
 
-    After some failed allocations TensorFlow's oneDNN kernels go on with a null pointer. Such a child is
-    killed by a signal, with the failed allocation as the last line of its log.
+    After a failed allocation TensorFlow's oneDNN kernels may continue with a null pointer. A signal then kills the
+    child, with the failed allocation in the last line of its log.
     """
     if outcome.ok:
         return None
     text = (outcome.error["message"] if outcome.error else "") + outcome.log
-    found = _OOM.search(text)
-    if found is None and outcome.error and outcome.error["type"] == "MemoryError":
+    match = _OOM.search(text)
+    if match is None and outcome.error and outcome.error["type"] == "MemoryError":
         return "MemoryError"
-    if found is None:
+    if match is None:
         return None
     ended = outcome.error["type"] if outcome.error else outcome.how_it_ended()
-    return f"{ended}: {found.group(0)}"
+    return f"{ended}: {match.group(0)}"
 
 
 def leave_with(main: Callable[[], int]) -> None:
-    """Runs a program and ends the process with its exit code; a child's failure and an interruption are told."""
+    """Run a program and exit with its exit code; print the failure of a child process, or an interruption."""
     try:
         sys.exit(main())
     except ChildError as error:
-        sys.exit(f"A child failed for a reason of its own: {error}")
+        sys.exit(f"A child process failed: {error}")
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         sys.exit(130)
 
 
 class ChildError(RuntimeError):
-    """A child that had to succeed did not."""
+    """Failure of a child process that had to succeed."""
 
 
 def first_line(text: str) -> str:
-    """Returns the first line of a text that is not blank."""
+    """Return the first line of a text that is not blank."""
     return next((line.strip() for line in text.splitlines() if line.strip()), "")
 
 
 def status_bytes(field: str, pid: int | str = "self") -> int:
-    """Reads a size from /proc/PID/status.
+    """Read a size from /proc/PID/status.
 
     Args:
         field: Name of the line, such as "VmRSS" or "VmHWM".
         pid: The process.
 
     Returns:
-        Bytes; 0 where the line is missing, as it is for a process that just ended.
+        Bytes; 0 if the line is missing, as for a process that just ended.
     """
     try:
         text = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return 0
-    found = re.search(rf"^{field}:\s+(\d+) kB", text, re.MULTILINE)
-    return int(found.group(1)) * 1024 if found else 0
+    match = re.search(rf"^{field}:\s+(\d+) kB", text, re.MULTILINE)
+    return int(match.group(1)) * 1024 if match else 0
 
 
 def reset_peak_rss() -> None:
-    """Makes VmHWM start anew from the present RSS of this process."""
+    """Reset VmHWM, the peak of this process's RSS, to its present RSS."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def child_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Returns the environment of a child: the parent's, quiet, on the CPU, with `extra` on top."""
+    """Return the environment of a child: the parent's, with fewer messages and without GPUs, updated with `extra`."""
     env = dict(os.environ)
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
-    env["TF_CPP_MIN_LOG_LEVEL"] = "1"  # warnings stay: an allocation that failed is one
+    env["TF_CPP_MIN_LOG_LEVEL"] = "1"  # Keeps warnings: TensorFlow reports a failed allocation as one.
     env["CUDA_VISIBLE_DEVICES"] = "-1"
     env["KERAS_BACKEND"] = "tensorflow"
     env.setdefault("TFLMS_SFT_PLAN_CACHE", "off")  # Searches are measured, too.
@@ -180,19 +179,19 @@ def run_child(
     on_event: Callable[[Event], None] | None = None,
     sample_seconds: float | None = None,
 ) -> Outcome:
-    """Calls a function in a child process and waits for it.
+    """Call a function in a child process and wait for it.
 
-    The child is killed when this call is left early, as by Ctrl-C.
+    An interruption, for example by Ctrl-C, kills the child.
 
     Args:
         target: The function, as `module:function`.
         kwargs: Its keyword arguments, JSON-able.
-        env: Environment variables on top of those of `child_env`.
+        env: Environment variables that update those of `child_env`.
         on_event: Called in this process with each dict that the function emits.
-        sample_seconds: Time between two samples of the child's memory; None takes none.
+        sample_seconds: Time between two samples of the child's memory; `None` for no samples.
 
     Returns:
-        How the child ended; failing is an outcome, not an exception.
+        The outcome. A failure raises no exception.
     """
     read_fd, write_fd = os.pipe()
     command = [sys.executable, "-m", "benchmarks._child", target, json.dumps(dict(kwargs)), str(write_fd)]
@@ -225,18 +224,18 @@ def run_child(
 
 
 def call_in_child(target: str, kwargs: Mapping[str, Any], **options: Any) -> Any:
-    """Calls a function in a child process that has to succeed.
+    """Call a function in a child process that has to succeed.
 
     Args:
         target: The function, as `module:function`.
         kwargs: Its keyword arguments, JSON-able.
-        **options: Those of `run_child`.
+        **options: Further arguments of `run_child`.
 
     Returns:
-        What the function returned.
+        Result of the function.
 
     Raises:
-        ChildError: The child failed; the message has the end of what it printed.
+        ChildError: If the child fails. The message ends with its last output.
     """
     outcome = run_child(target, kwargs, **options)
     if not outcome.ok:
@@ -246,7 +245,7 @@ def call_in_child(target: str, kwargs: Mapping[str, Any], **options: Any) -> Any
 
 
 class _Watch:
-    """The parent's end: events from the pipe and samples of the memory, in one loop."""
+    """Parent's side: reads events from the pipe and samples the memory, in one loop."""
 
     def __init__(
         self,
@@ -264,7 +263,7 @@ class _Watch:
         self._sample_seconds = sample_seconds
 
     def follow(self, pipe: IO[bytes]) -> None:
-        """Reads until the child closes the pipe, which at the latest its end does."""
+        """Read until the child closes the pipe, at the latest when it ends."""
         buffered = b""
         while True:
             ready, _, _ = select.select([pipe], [], [], self._sample_seconds)
@@ -290,17 +289,17 @@ class _Watch:
     def _sample(self) -> None:
         seconds = time.monotonic() - self._began
         rss, anonymous, data = (status_bytes(field, self._pid) for field in ("VmRSS", "RssAnon", "VmData"))
-        if rss and data:  # else it is about to end
+        if rss and data:  # Zero in a process that is about to end.
             self.samples.append(Sample(seconds, rss, anonymous, data))
 
 
 def _die_with_parent() -> None:
-    """Has the kernel kill this process when its parent dies, even by SIGKILL."""
+    """Let the kernel kill this process when its parent dies, even by SIGKILL."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def main(arguments: list[str]) -> int:
-    """The child's end: calls the function and sends what comes of it."""
+    """Child's side: call the function and send its result or its error."""
     target, kwargs, fd = arguments
     _die_with_parent()
     os.set_inheritable(int(fd), False)

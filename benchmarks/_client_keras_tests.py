@@ -1,7 +1,7 @@
-"""A pytest plugin that adds `MemoryBudget` to every `fit` of Keras's own tests.
+"""Pytest plugin that adds `MemoryBudget` to every `fit` in Keras's own tests.
 
-The budget is the environment variable `CLIENT_BUDGET`; without it nothing is added. The tests import JAX, which a
-machine without it replaces by an empty module: tests that need it fail in both runs.
+The environment variable `CLIENT_BUDGET` is the budget. Without it, the plugin adds nothing. Keras's tests import JAX.
+If JAX is missing, the plugin puts an empty module in its place. Tests that need JAX then fail with and without budget.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if "jax" not in sys.modules:
 
 
 def pytest_configure(config: Any) -> None:
-    """Replace `fit` of all trainers."""
+    """Add the callback to `fit` of all trainers."""
     del config
     budget = os.environ.get("CLIENT_BUDGET")
     if not budget:

@@ -1,4 +1,4 @@
-"""Models of packages that others wrote, unmodified and with random weights, each with a batch to train on."""
+"""Models of other packages, unmodified and with random weights, each with a batch of training data."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-PER_PIXEL = "sparse_categorical_crossentropy"
+PIXEL_LOSS = "sparse_categorical_crossentropy"
 
 
 class Client(NamedTuple):
@@ -97,7 +97,7 @@ def medicai_unet() -> tuple[Any, Any, Any]:
     from medicai.models import UNet
 
     model = UNet(input_shape=(64, 64, 64, 1), encoder_name="densenet121", num_classes=3)
-    return _compiled(model, PER_PIXEL), _images(1, 64, 64, 64, 1), _labels((1, 64, 64, 64), 3)
+    return _compiled(model, PIXEL_LOSS), _images(1, 64, 64, 64, 1), _labels((1, 64, 64, 64), 3)
 
 
 def unet_collection() -> tuple[Any, Any, Any]:
@@ -116,7 +116,7 @@ def unet_collection() -> tuple[Any, Any, Any]:
         pool="max",
         unpool="nearest",
     )
-    return _compiled(model, PER_PIXEL), _images(2, 256, 256, 3), _labels((2, 256, 256), 2)
+    return _compiled(model, PIXEL_LOSS), _images(2, 256, 256, 3), _labels((2, 256, 256), 2)
 
 
 def segmentation_3d() -> tuple[Any, Any, Any]:
@@ -126,11 +126,11 @@ def segmentation_3d() -> tuple[Any, Any, Any]:
     model = segmentation_models_3D.Unet(
         "resnet18", input_shape=(64, 64, 64, 3), encoder_weights=None, classes=2, activation="softmax"
     )
-    return _compiled(model, PER_PIXEL), _images(1, 64, 64, 64, 3), _labels((1, 64, 64, 64), 2)
+    return _compiled(model, PIXEL_LOSS), _images(1, 64, 64, 64, 3), _labels((1, 64, 64, 64), 2)
 
 
 def care() -> tuple[Any, Any, Any]:
-    """The restoration network of CSBDeep with the loss that it compiles."""
+    """CARE, the restoration network of CSBDeep, with the package's loss."""
     from csbdeep.models import CARE, Config
 
     network = CARE(Config("YX", 1, 1, unet_n_depth=2, unet_n_first=32), None, basedir=None)
@@ -139,7 +139,7 @@ def care() -> tuple[Any, Any, Any]:
 
 
 def stardist_3d() -> tuple[Any, Any, Any]:
-    """StarDist in 3-D with the losses that it compiles."""
+    """StarDist in 3-D, with the package's losses."""
     from stardist.models import Config3D, StarDist3D
 
     rays, grid, size = 32, (1, 2, 2), (32, 96, 96)

@@ -15,10 +15,10 @@ DEVICE = "CPU:0"
 
 
 class PeakOfSteps(keras.callbacks.Callback):
-    """Measures each step by the allocator's statistics.
+    """Measures each step with the allocator's statistics.
 
-    Swaps reset these statistics while a step runs, so the peaks of a rewritten step are those that its callback
-    measured.
+    Swaps reset these statistics while a step runs. The peaks of a rewritten step are therefore those that its callback
+    measures.
 
     Args:
         rewriting: Callback that rewrites the step; `None` for plain training.
@@ -38,7 +38,7 @@ class PeakOfSteps(keras.callbacks.Callback):
 
     @property
     def step_seconds(self) -> float:
-        """Median time of the steps behind the first one, which is traced."""
+        """Median time of all steps but the first, which includes tracing."""
         return statistics.median(self._seconds[1:] or self._seconds)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:

@@ -1,6 +1,6 @@
-"""Measures the plain training step of a network and rewritten ones, in child processes, and compares them.
+"""Measures the original training step of a network and rewritten ones in child processes, and compares them.
 
-What the network is, `_nets.TASKS` says; here it has images of any number of axes. The parent imports no TensorFlow.
+`_nets.TASKS` defines the networks. The parent process does not import TensorFlow.
 """
 
 import dataclasses
@@ -17,13 +17,13 @@ from benchmarks import _arguments, _child, _meter, _nets
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """Model, data and step that all child processes build and run.
+    """Network, data and steps of all child processes.
 
     Attributes:
         net: Key of `_nets.TASKS`.
         image_size: Height and width of the images in pixels, and depth of volumes.
         batch: Images per step.
-        warmup: Steps before the counted ones; the first of them traces.
+        warmup: Steps before the counted ones; the first includes tracing.
         steps: Counted steps.
         device: "cpu" or "gpu".
     """
@@ -38,15 +38,15 @@ class Spec:
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One way to run the step; with neither budget nor segments it is the plain one.
+    """One way to run the step: the original step if there are neither a budget nor segments.
 
     Attributes:
-        title: Names it in the table.
-        budget: What `MemoryBudget` gets: a size, or a part of the plain step's predicted peak.
-        budget_bytes: The same in bytes, once it is known.
-        swap: Whether the budget may be met by swapping.
-        segments: Fields of the `SegmentSpec`s where there is no budget.
-        slug: Names it in file names; the title if empty.
+        title: Name in the table.
+        budget: Argument of `MemoryBudget`: a size, or a fraction of the original step's predicted peak.
+        budget_bytes: The budget in bytes; 0 until `with_bytes` sets it.
+        swap: Whether the budget allows swaps.
+        segments: Fields of the `SegmentSpec`s of a variant without a budget.
+        slug: Name in file names; the title if empty.
     """
 
     title: str
@@ -68,14 +68,14 @@ Results = dict[str, dict[str, Any]]
 
 
 def measure(*, what: str, spec: dict[str, Any], variant: dict[str, Any], emit: _child.Emit) -> dict[str, Any]:
-    """Trains for the warm-up and the counted steps and returns the figures of one child.
+    """Train for the warm-up and the counted steps; return the figures of one child.
 
     Args:
-        what: "time" returns step times and peak_bytes, "memory" the RSS figures; which of them a process
-            can give depends on the environment that the parent set.
+        what: "time" for step times and allocator peaks, "memory" for the growth of RSS. Each needs an environment of
+            its own, which the parent sets.
         spec: Fields of a `Spec`.
-        variant: Fields of a `Variant` whose budget is in bytes.
-        emit: Gets one dict per step.
+        variant: Fields of a `Variant` with `budget_bytes`.
+        emit: Called with a dict for each step.
 
     Returns:
         The figures, JSON-able.
@@ -105,14 +105,14 @@ def measure(*, what: str, spec: dict[str, Any], variant: dict[str, Any], emit: _
         figures["plan"] = _without_timelines(json.loads(rewriter.plan.to_json()))
         figures["plan_summary"] = rewriter.plan.summary()
         figures["predicted_peak_bytes"] = rewriter.plan.predicted.peak_bytes
-        found = rewriter.plan.measured
-        figures["first_peak_bytes"] = None if found is None else found.peak_bytes
+        measured = rewriter.plan.measured
+        figures["first_peak_bytes"] = None if measured is None else measured.peak_bytes
         figures["predicted_time_ratio"] = rewriter.plan.predicted.time_ratio
     return figures
 
 
 def plain_peak(*, spec: dict[str, Any], emit: _child.Emit) -> int:
-    """Returns the predicted peak of the plain step, which is traced and not run."""
+    """Return the predicted peak of the original step, which is traced but not run."""
     del emit
     import tensorflow as tf
 
@@ -127,16 +127,16 @@ def plain_peak(*, spec: dict[str, Any], emit: _child.Emit) -> int:
 
 
 def batches(batch: tuple[Any, Any]) -> Any:
-    """Returns an endless dataset of one batch: the same tensor in each step, no copies."""
+    """Return an endless dataset of one batch, which repeats the same tensors without copies."""
     import tensorflow as tf
 
     options = tf.data.Options()
-    options.autotune.enabled = False  # its thread may take as long to end as a step of training
+    options.autotune.enabled = False  # Its thread may take as long to stop as a training step.
     return tf.data.Dataset.from_tensors(batch).repeat().with_options(options)
 
 
 def _rewriter(variant: Variant) -> Any:
-    """Returns the callback under test, None for the plain step."""
+    """Return the callback to measure; `None` for the original step."""
     import tflms_sft
 
     if variant.budget:
@@ -147,7 +147,7 @@ def _rewriter(variant: Variant) -> Any:
 
 
 def _without_timelines(plan: dict[str, Any]) -> dict[str, Any]:
-    """Drops what makes up most of a plan's JSON and can be had again from the plan's settings."""
+    """Return a plan's JSON without timelines, which are large and follow from the plan's settings."""
     return {
         name: _without_timelines(value) if isinstance(value, dict) else value
         for name, value in plan.items()
@@ -178,20 +178,20 @@ def _figures(what: str, meter: _meter.StepMeter) -> dict[str, Any]:
 
 
 def with_bytes(spec: Spec, variants: Sequence[Variant], say: Say) -> list[Variant]:
-    """Returns the variants with their budgets in bytes.
+    """Return the variants with their budgets in bytes.
 
-    What the plain step needs is predicted in a child of its own, so that the planning for it is in no figure.
+    A separate child process predicts the original step's peak, so that no figure includes this planning.
 
     Raises:
-        _child.ChildError: The plain step cannot be planned.
+        _child.ChildError: If the original step cannot be planned.
     """
-    needed = 0
+    original_bytes = 0
     if any(_arguments.is_part(variant.budget) for variant in variants):
         kwargs = {"spec": dataclasses.asdict(spec)}
-        needed = _child.call_in_child("benchmarks._compare:plain_peak", kwargs, env=_environment(spec))
-        say(f"plain, predicted: peak_bytes {shown_size(needed)}")
+        original_bytes = _child.call_in_child("benchmarks._compare:plain_peak", kwargs, env=_environment(spec))
+        say(f"plain: predicted peak {shown_size(original_bytes)}")
     return [
-        dataclasses.replace(variant, budget_bytes=_arguments.budget_bytes(variant.budget, needed))
+        dataclasses.replace(variant, budget_bytes=_arguments.budget_bytes(variant.budget, original_bytes))
         if variant.budget
         else variant
         for variant in variants
@@ -199,23 +199,23 @@ def with_bytes(spec: Spec, variants: Sequence[Variant], say: Say) -> list[Varian
 
 
 def run(spec: Spec, runs: int, variants: Sequence[Variant], say: Say) -> Results:
-    """Runs all children, the variants in turns, so that a drift of the machine meets them alike.
+    """Run all children. The variants alternate, so that a change of the machine's speed affects all of them.
 
     Args:
-        spec: What to measure.
+        spec: Network, data and steps.
         runs: Children per variant and kind of measurement.
-        variants: How to run the step; budgets in bytes.
+        variants: Ways to run the step, with budgets in bytes.
         say: Prints progress.
 
     Returns:
-        Merged figures by title, or {"failed": why}.
+        Merged figures by title, or {"failed": reason}.
 
     Raises:
-        _child.ChildError: All rewritten variants failed, so that there is nothing to compare.
+        _child.ChildError: If all rewritten variants fail.
     """
     parts: dict[str, list[dict[str, Any]]] = {variant.title: [] for variant in variants}
     failed: dict[str, str] = {}
-    kinds = ["time"] if spec.device == "gpu" else ["time", "memory"]  # RSS tells nothing of a GPU
+    kinds = ["time"] if spec.device == "gpu" else ["time", "memory"]  # RSS does not include a GPU's memory.
     for what in kinds:
         for index in range(runs):
             for variant in variants:
@@ -227,11 +227,11 @@ def run(spec: Spec, runs: int, variants: Sequence[Variant], say: Say) -> Results
                     parts[variant.title].append(outcome.result)
                 else:
                     failed[variant.title] = _why_failed(outcome)
-                told = _told(outcome)
-                say(f"{what} {index + 1}/{runs} {variant.title}: {told} ({time.monotonic() - began:.0f} s)")
+                seconds = time.monotonic() - began
+                say(f"{what} {index + 1}/{runs} {variant.title}: {_progress(outcome)} ({seconds:.0f} s)")
                 if all(other.title in failed for other in variants if other != PLAIN):
                     raise _child.ChildError(failed[variant.title])
-    return {name: {"failed": failed[name]} if name in failed else merged(found) for name, found in parts.items()}
+    return {name: {"failed": failed[name]} if name in failed else merged(figures) for name, figures in parts.items()}
 
 
 def _measured(what: str, spec: Spec, variant: Variant) -> _child.Outcome:
@@ -245,26 +245,26 @@ def _environment(spec: Spec) -> dict[str, str]:
 
 
 def _why_failed(outcome: _child.Outcome) -> str:
-    """Returns the reason, with the end of the log unless there is no memory, or what was asked for cannot be."""
-    asked = outcome.error is not None and outcome.error["type"] in ("BudgetError", "SegmentError")
-    if asked or _child.out_of_memory(outcome):
+    """Return the reason of a failure, with the end of the log unless a budget, a segment or memory is the reason."""
+    is_refused = outcome.error is not None and outcome.error["type"] in ("BudgetError", "SegmentError")
+    if is_refused or _child.out_of_memory(outcome):
         return outcome.how_it_ended()
     return f"{outcome.how_it_ended()}\n{outcome.log_tail(40)}"
 
 
-def _told(outcome: _child.Outcome) -> str:
-    """Return a progress line about a finished child."""
+def _progress(outcome: _child.Outcome) -> str:
+    """Return the text of a progress line on a finished child."""
     if not outcome.ok:
         return outcome.how_it_ended()
     figures = outcome.result
     if "step_seconds" in figures:
         median = statistics.median(figures["step_seconds"])
-        return f"{median:.2f} s a step, peak_bytes {shown_size(figures['peak_bytes'])}"
-    return f"net RSS {shown_size(figures['net_rss_bytes'])}"
+        return f"{median:.2f} s per step, peak {shown_size(figures['peak_bytes'])}"
+    return f"growth of RSS {shown_size(figures['net_rss_bytes'])}"
 
 
 def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Joins the figures of a variant's children: all times, and of each size the largest."""
+    """Join the figures of a variant's children: all times, and the largest value of each size."""
     times = [second for part in parts for second in part.get("step_seconds", [])]
     cpu_times = [second for part in parts for second in part.get("step_cpu_seconds", [])]
     joined: dict[str, Any] = {
@@ -285,19 +285,20 @@ def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def compare(spec: Spec, results: Results) -> Results:
-    """Returns the ratios of plain to each rewritten variant.
+    """Return the ratios of the original step to each rewritten variant.
 
-    What did not fail gets its time per pixel, and plain the prediction that the plans of the others have of it.
+    Adds the time per pixel to the figures of each variant that did not fail. Adds the peak that the plans predict for
+    the original step to its figures.
     """
     pixels = _nets.TASKS[spec.net].pixels(spec.image_size, spec.batch)
-    whole = {title: figures for title, figures in results.items() if "failed" not in figures}
-    for figures in whole.values():
+    complete = {title: figures for title, figures in results.items() if "failed" not in figures}
+    for figures in complete.values():
         figures["microseconds_per_pixel"] = figures["step_seconds_median"] / pixels * 1e6
-    plain = whole.pop(PLAIN.title, None)
+    plain = complete.pop(PLAIN.title, None)
     if plain is not None:
-        plans = (figures["plan"] for figures in whole.values() if figures["plan"])
+        plans = (figures["plan"] for figures in complete.values() if figures["plan"])
         plain["predicted_peak_bytes"] = next((plan["original"]["peak_bytes"] for plan in plans), None)
-    return {} if plain is None else {title: _ratios(plain, figures) for title, figures in whole.items()}
+    return {} if plain is None else {title: _ratios(plain, figures) for title, figures in complete.items()}
 
 
 def _ratios(plain: dict[str, Any], rewritten: dict[str, Any]) -> dict[str, Any]:
@@ -310,5 +311,5 @@ def _ratios(plain: dict[str, Any], rewritten: dict[str, Any]) -> dict[str, Any]:
 
 
 def shown_size(nbytes: int | None) -> str:
-    """Returns a size in GiB, or a dash."""
+    """Return a size in GiB, or a dash."""
     return "-" if nbytes is None else f"{nbytes / 2**30:.3f} GiB"

@@ -1,4 +1,4 @@
-"""The programs around `_compare`: their common options, the table, and what is written beside it."""
+"""Options, table and results file of the programs that use `_compare`."""
 
 import argparse
 import dataclasses
@@ -13,33 +13,34 @@ from benchmarks import _arguments, _child, _compare, _nets, _results
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that all programs have."""
+    """Add the options that these programs share."""
     add, positive = parser.add_argument, _arguments.positive
     add("--steps", type=positive, default=3, help="counted steps of each child; default: %(default)s")
     add("--warmup", type=positive, default=1, help="steps before the counted ones; default: %(default)s")
-    add("--runs", type=positive, default=3, help="children of each variant and kind; default: %(default)s")
+    runs_help = "child processes per variant and kind of measurement; default: %(default)s"
+    add("--runs", type=positive, default=3, help=runs_help)
     add("--device", choices=("cpu", "gpu"), default="cpu")
-    add("--skip-plain", action="store_true", help="measure only what is rewritten")
-    add("--json", type=Path, metavar="PATH", help="default: a file in benchmarks/results/")
+    add("--skip-plain", action="store_true", help="measure only the rewritten steps")
+    add("--json", type=Path, metavar="PATH", help="file for all figures; default: a file in benchmarks/results/")
 
 
 def spec_of(net: str, options: argparse.Namespace) -> _compare.Spec:
-    """The spec for a key of `_nets.TASKS` and the parsed options."""
+    """Return the spec for a key of `_nets.TASKS` and parsed options."""
     names = [field.name for field in dataclasses.fields(_compare.Spec)]
     return _compare.Spec(net, **{name: getattr(options, name) for name in names if name != "net"})
 
 
 def compare_budgets(program: str, description: str | None, net: str, arguments: Sequence[str] | None) -> int:
-    """The whole of a program that compares budgets for one network.
+    """Run a program that compares budgets for one network.
 
     Args:
-        program: As in `python -m program`.
-        description: For its help.
+        program: Name of the module, as in `python -m program`.
+        description: Text of its help.
         net: Key of `_nets.TASKS`.
-        arguments: The command line; None takes that of the process.
+        arguments: Command line; `None` for that of the process.
 
     Returns:
-        The exit code.
+        The exit code: 1 if a rewritten variant fails.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     options = parse_budgets(program, description, net, arguments)
@@ -49,15 +50,15 @@ def compare_budgets(program: str, description: str | None, net: str, arguments: 
 def parse_budgets(
     program: str, description: str | None, net: str, arguments: Sequence[str] | None
 ) -> argparse.Namespace:
-    """Parses the command line of such a program; `options.rewritten` are the variants beside the plain one."""
+    """Parse the command line of such a program; `options.rewritten` holds the rewritten variants."""
     task = _nets.TASKS[net]
     parser = _arguments.parser(program, description)
     add, positive, budget = parser.add_argument, _arguments.positive, _arguments.budget
     add("--image-size", type=positive, default=task.image_size, metavar="N", help="default: %(default)s")
     add("--batch", type=positive, default=task.batch, help="default: %(default)s")
-    kind = 'such as "980MiB", or a part of the predicted plain peak such as "1/3"'
-    add("--tile-budget", type=budget, nargs="+", default=[], metavar="BUDGET", help=f"all on the device; {kind}")
-    add("--swap-budget", type=budget, nargs="+", default=[], metavar="BUDGET", help="with swapping where it helps")
+    kind = 'sizes such as "980MiB", or fractions of the original step\'s predicted peak such as "1/3"'
+    add("--tile-budget", type=budget, nargs="+", default=[], metavar="BUDGET", help=f"budgets for tiles alone: {kind}")
+    add("--swap-budget", type=budget, nargs="+", default=[], metavar="BUDGET", help="budgets that allow swaps")
     add_options(parser)
     options = parser.parse_args(arguments)
     if not options.tile_budget and not options.swap_budget:
@@ -75,17 +76,17 @@ def measure_and_report(
     rewritten: Sequence[_compare.Variant],
     options: argparse.Namespace,
 ) -> int:
-    """Measures, prints and writes the figures.
+    """Measure, print and write the figures.
 
     Args:
-        program: As in `python -m program`.
+        program: Name of the module, as in `python -m program`.
         arguments: Its command line.
-        spec: What to measure.
-        rewritten: The variants beside the plain one.
-        options: Those of `add_options`.
+        spec: Network, data and steps.
+        rewritten: The rewritten variants.
+        options: Parsed options of `add_options`.
 
     Returns:
-        The exit code: 1 if something rewritten failed.
+        The exit code: 1 if a rewritten variant fails.
     """
     report: dict[str, Any] = _results.provenance(program, arguments)
     report |= {"spec": dataclasses.asdict(spec), "runs": options.runs}
@@ -96,7 +97,7 @@ def measure_and_report(
         variants = _compare.with_bytes(spec, variants, _say)
         results = _compare.run(spec, options.runs, variants, _say)
     except _child.ChildError as error:
-        print(f"the rewritten step failed: {error}", file=sys.stderr)
+        print(f"No rewritten step can be measured: {error}", file=sys.stderr)
         return 1
     ratios = _compare.compare(spec, results)
     report["variants"] = [dataclasses.asdict(variant) for variant in variants]
@@ -118,7 +119,7 @@ def _say(line: str) -> None:
 
 
 def file_name(spec: _compare.Spec, rewritten: Sequence[_compare.Variant]) -> str:
-    """File name of the results, without its ending."""
+    """Return the name of the results file without its suffix."""
     parts = [spec.net, str(spec.image_size), f"b{spec.batch}", *(v.slug or v.title for v in rewritten)]
     if spec.device != "cpu":
         parts.append(spec.device)

@@ -1,6 +1,6 @@
-"""Every Keras layer as the coverage page examines it: between two convolutions, or why it is not.
+"""Uses of Keras layers between two convolutions, for `benchmarks.coverage`, and the layers that are not for images.
 
-Keras is imported inside the functions, as everywhere in benchmarks.
+Functions import Keras themselves, as in all benchmarks.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 Use = tuple[str, int, Callable[[Any], Any]]
-"""What is special about a use, the number of axes, and a function from one tensor to another."""
+"""Name of a use, number of spatial axes, and a function from one tensor to another."""
 
 NOT_FOR_IMAGES = {
     "recurrent, over sequences": "Bidirectional GRU GRUCell LSTM LSTMCell RNN SimpleRNN SimpleRNNCell StackedRNNCells",
@@ -35,14 +35,14 @@ def uses() -> dict[str, list[Use]]:
     """Return the uses of each layer by the name of its class."""
     from keras import layers
 
-    found = _of_several(layers) | _normalising(layers) | _by_pixel(layers) | _moving(layers) | _over_frames(layers)
+    by_name = _of_several(layers) | _normalising(layers) | _by_pixel(layers) | _moving(layers) | _over_frames(layers)
     for rank in (1, 2, 3):
-        found |= _of_rank(layers, rank)
-    return found
+        by_name |= _of_rank(layers, rank)
+    return by_name
 
 
 def _of_several(kl: Any) -> dict[str, list[Use]]:
-    """Layers that put several images together."""
+    """Return the uses of layers that combine several images."""
 
     def halves(merge: Any) -> Callable[[Any], Any]:
         return lambda x: merge([x, kl.Conv2D(4, 1)(x)])
@@ -71,7 +71,7 @@ def _of_several(kl: Any) -> dict[str, list[Use]]:
 
 
 def _normalising(kl: Any) -> dict[str, list[Use]]:
-    """Layers that normalise."""
+    """Return the uses of layers that normalise."""
     return {
         "BatchNormalization": [
             ("training", 2, lambda x: kl.BatchNormalization()(x)),
@@ -93,7 +93,7 @@ def _normalising(kl: Any) -> dict[str, list[Use]]:
 
 
 def _by_pixel(kl: Any) -> dict[str, list[Use]]:
-    """Layers that work on each pixel by itself, and on its channels."""
+    """Return the uses of layers that compute each pixel from the same pixel alone."""
     return {
         "Activation": [("gelu", 2, lambda x: kl.Activation("gelu")(x)), ("silu", 2, kl.Activation("silu"))],
         "ActivityRegularization": [("", 2, lambda x: kl.ActivityRegularization(1e-3, 1e-3)(x))],
@@ -117,7 +117,7 @@ def _by_pixel(kl: Any) -> dict[str, list[Use]]:
 
 
 def _moving(kl: Any) -> dict[str, list[Use]]:
-    """Layers that move pixels."""
+    """Return the uses of layers that move pixels."""
     return {
         "CenterCrop": [("", 2, lambda x: kl.CenterCrop(9, 8)(x))],
         "Cropping1D": [("", 1, lambda x: kl.Cropping1D((1, 2))(x))],
@@ -135,7 +135,7 @@ def _moving(kl: Any) -> dict[str, list[Use]]:
 
 
 def _over_frames(kl: Any) -> dict[str, list[Use]]:
-    """Return the uses of layers over sequences of images, of which there are two."""
+    """Return the uses of layers over sequences of images; here a sequence has two images."""
     from keras import ops
 
     def frames(layer: Any) -> Callable[[Any], Any]:
@@ -144,8 +144,8 @@ def _over_frames(kl: Any) -> dict[str, list[Use]]:
     def recurrent(rank: int) -> list[Use]:
         name, options = f"ConvLSTM{rank}D", {"filters": 4, "kernel_size": 3, "padding": "same"}
         return [
-            (what, rank, lambda x, unroll=unroll: frames(getattr(kl, name)(unroll=unroll, **options))(x))
-            for what, unroll in (("unrolled", True), ("a loop", False))
+            (use, rank, lambda x, unroll=unroll: frames(getattr(kl, name)(unroll=unroll, **options))(x))
+            for use, unroll in (("unrolled", True), ("a loop", False))
         ]
 
     distributed = ("", 2, lambda x: ops.sum(frames(kl.TimeDistributed(kl.Conv2D(4, 3)))(x), axis=1))
@@ -153,13 +153,13 @@ def _over_frames(kl: Any) -> dict[str, list[Use]]:
 
 
 def _of_rank(kl: Any, rank: int) -> dict[str, list[Use]]:
-    """Layers that are there for one, two and three axes."""
+    """Return the uses of layers that exist for one, two and three axes."""
 
     def layer(name: str, *args: Any, **options: Any) -> Callable[[Any], Any]:
         return lambda x: getattr(kl, name)(*args, **options)(x)
 
     conv = f"Conv{rank}D"
-    found: dict[str, list[Use]] = {
+    by_name: dict[str, list[Use]] = {
         conv: [
             ("strides", rank, layer(conv, 4, 3, strides=2, padding="same")),
             ("dilated", rank, layer(conv, 4, 3, dilation_rate=2)),
@@ -172,15 +172,15 @@ def _of_rank(kl: Any, rank: int) -> dict[str, list[Use]]:
     }
     if rank > 1:
         last = (1,) * (rank - 1) + (2,)
-        found[conv].append(("dilated along one axis", rank, layer(conv, 4, 3, dilation_rate=last, padding="same")))
+        by_name[conv].append(("dilated along one axis", rank, layer(conv, 4, 3, dilation_rate=last, padding="same")))
     if rank < 3:
         for name, options in ((f"DepthwiseConv{rank}D", {}), (f"SeparableConv{rank}D", {"filters": 5})):
-            found[name] = [("", rank, layer(name, kernel_size=3, padding="same", **options))]
+            by_name[name] = [("", rank, layer(name, kernel_size=3, padding="same", **options))]
     if rank == 2:
-        found["UpSampling2D"].append(("bilinear", 2, layer("UpSampling2D", 2, interpolation="bilinear")))
+        by_name["UpSampling2D"].append(("bilinear", 2, layer("UpSampling2D", 2, interpolation="bilinear")))
     for kind in ("Average", "Max"):
         name = f"{kind}Pooling{rank}D"
-        found[name] = [("SAME", rank, layer(name, 3, 2, "same")), ("VALID", rank, layer(name, 2))]
-        found[f"Global{name}"] = [("", rank, layer(f"Global{name}"))]
-        found[f"Adaptive{name}"] = [("", rank, layer(f"Adaptive{name}", 4))]
-    return found
+        by_name[name] = [("SAME", rank, layer(name, 3, 2, "same")), ("VALID", rank, layer(name, 2))]
+        by_name[f"Global{name}"] = [("", rank, layer(f"Global{name}"))]
+        by_name[f"Adaptive{name}"] = [("", rank, layer(f"Adaptive{name}", 4))]
+    return by_name

@@ -1,4 +1,4 @@
-"""Tables and the picture of `benchmarks.lms`."""
+"""Tables and picture of `benchmarks.lms`."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any
 
 MIB = 2**20
-SLACK = 1.2
-"""A swap past the page cache may take this many times what the disk takes at its own speed."""
+MAX_TRANSFER_RATIO = 1.2
+"""Time of swaps past the page cache, at most, over their time at the disk's measured speed."""
 
 Results = dict[str, dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One configuration.
+    """One configuration of training.
 
     Attributes:
-        params: Of `LMSParams`; `None` trains plain.
-        one_thread: Whether TensorFlow runs one operation at a time.
+        params: Arguments of `LMSParams`; `None` for plain training.
+        one_thread: Whether TensorFlow runs one op at a time.
     """
 
     params: dict[str, Any] | None
@@ -30,7 +30,7 @@ class Cell:
 
     @property
     def series(self) -> str:
-        """The name without the lower bound: what has the same one is a line in a plot."""
+        """Name without the lower bound; cells of one series form a line in a plot."""
         return ", ".join(self._parts(bound=False))
 
     @property
@@ -40,17 +40,17 @@ class Cell:
 
     @property
     def base(self) -> str:
-        """Name of the plain cell that it is compared with."""
+        """Name of the cell of plain training that it is compared with."""
         return Cell(None, self.one_thread).name
 
     @property
     def lb(self) -> int:
-        """The lower bound."""
+        """Lower bound of TFLMS."""
         return (self.params or {}).get("lb", 1)
 
     @property
     def past_cache(self) -> bool:
-        """Return whether all swapped bytes go through the disk."""
+        """Whether swaps bypass the page cache."""
         return self.params is not None and not self.params.get("page_cache", True)
 
     def _parts(self, bound: bool) -> Iterable[str]:
@@ -75,44 +75,44 @@ class Cell:
 
 
 def speeds(disks: Sequence[tuple[float, float]]) -> str:
-    """The disk's bandwidths, as they were measured one after another."""
-    write, read = (", ".join(f"{speed / MIB:.0f}" for speed in found) for found in zip(*disks, strict=True))
+    """Return the bandwidths of the disk as text, in the order of their measurement."""
+    write, read = (", ".join(f"{speed / MIB:.0f}" for speed in column) for column in zip(*disks, strict=True))
     return f"writes {write} MiB/s, reads {read} MiB/s"
 
 
-def seconds(found: dict[str, Any]) -> float | None:
-    """The median time of a step, None where the cell failed."""
-    return statistics.median(found["step_seconds"]) if found.get("step_seconds") else None
+def seconds(figures: dict[str, Any]) -> float | None:
+    """Return the median time of a step; `None` if the cell failed."""
+    return statistics.median(figures["step_seconds"]) if figures.get("step_seconds") else None
 
 
-def net_rss(found: dict[str, Any]) -> float | None:
-    """The median over the runs of the largest net RSS of a step, None where the cell failed."""
-    return statistics.median(found["net_rss_bytes"]) if found.get("net_rss_bytes") else None
+def net_rss(figures: dict[str, Any]) -> float | None:
+    """Return the median over the runs of the largest growth of RSS in a step; `None` if the cell failed."""
+    return statistics.median(figures["net_rss_bytes"]) if figures.get("net_rss_bytes") else None
 
 
 def relative(figure: Callable[[dict[str, Any]], float | None], cell: Cell, results: Results) -> float | None:
-    """A figure of a cell over that of its plain cell, None where one of them failed."""
-    own, plain = figure(results[cell.name]), figure(results[cell.base])
-    return None if own is None or plain is None else own / plain
+    """Return a figure of a cell over that of plain training; `None` if one of the cells failed."""
+    value, plain = figure(results[cell.name]), figure(results[cell.base])
+    return None if value is None or plain is None else value / plain
 
 
 def table(title: str, cells: Sequence[Cell], results: Results) -> str:
-    """The figures as a Markdown table; cells that failed are named below it."""
+    """Return the figures as a Markdown table, followed by the failed cells with their reasons."""
     lines = [
         f"| {title} | tensors | out | in | net RSS | of plain | step | of plain | loss differs |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for cell in cells:
-        found = results[cell.name]
+        figures = results[cell.name]
         columns = [
             cell.name,
-            str(found.get("tensors", 0)),
-            *(f"{found.get(key, 0) / MIB:.0f} MiB" for key in ("swapped_bytes", "read_bytes")),
-            _shown(net_rss(found), "{:.0f} MiB", MIB),
+            str(figures.get("tensors", 0)),
+            *(f"{figures.get(key, 0) / MIB:.0f} MiB" for key in ("swapped_bytes", "read_bytes")),
+            _shown(net_rss(figures), "{:.0f} MiB", MIB),
             _shown(relative(net_rss, cell, results), "{:.2f}"),
-            _shown(seconds(found), "{:.2f} s"),
+            _shown(seconds(figures), "{:.2f} s"),
             _shown(relative(seconds, cell, results), "{:.2f}"),
-            _shown(_loss_gap(found, results[cell.base]), "{:.1e}"),
+            _shown(_loss_gap(figures, results[cell.base]), "{:.1e}"),
         ]
         lines.append(f"| {' | '.join(columns)} |")
     failed = [f"{cell.name} failed: {why}" for cell in cells if (why := results[cell.name].get("failed"))]
@@ -123,37 +123,37 @@ def _shown(value: float | None, form: str, unit: int = 1) -> str:
     return "-" if value is None else form.format(value / unit)
 
 
-def _loss_gap(found: dict[str, Any], plain: dict[str, Any]) -> float | None:
-    if "losses" not in found or "losses" not in plain:
+def _loss_gap(figures: dict[str, Any], plain: dict[str, Any]) -> float | None:
+    if "losses" not in figures or "losses" not in plain:
         return None
-    return max(abs(a - b) for a, b in zip(found["losses"], plain["losses"], strict=True))
+    return max(abs(a - b) for a, b in zip(figures["losses"], plain["losses"], strict=True))
 
 
-def bound(plain_seconds: float, found: dict[str, Any], write: float, read: float) -> float:
-    """Return the seconds of a step that waits for the disk alone.
+def bound(plain_seconds: float, figures: dict[str, Any], write: float, read: float) -> float:
+    """Return the upper bound of a step's time in seconds: plain training, then all transfers.
 
     Args:
-        plain_seconds: Time of the plain step.
-        found: Figures of the cell.
+        plain_seconds: Time of a step of plain training.
+        figures: Figures of the cell.
         write: Bytes per second that the disk writes.
-        read: Bytes per second that it reads.
+        read: Bytes per second that the disk reads.
     """
-    return plain_seconds + SLACK * (found["swapped_bytes"] / write + found["read_bytes"] / read)
+    return plain_seconds + MAX_TRANSFER_RATIO * (figures["swapped_bytes"] / write + figures["read_bytes"] / read)
 
 
 def bounds(cells: Sequence[Cell], results: Results, write: float, read: float) -> str:
-    """A line for each cell past the page cache: its time, the bound, and whether it holds; empty without such cells."""
+    """Return a line for each cell past the page cache: its time, the bound, and whether the bound holds."""
     lines = []
     for cell in (cell for cell in cells if cell.past_cache):
-        found = results[cell.name]
-        own, plain = seconds(found), seconds(results[cell.base])
-        if own is None or plain is None:
+        figures = results[cell.name]
+        step, plain = seconds(figures), seconds(results[cell.base])
+        if step is None or plain is None:
             continue
-        most = bound(plain, found, write, read)
+        limit = bound(plain, figures, write, read)
         lines.append(
-            f"{cell.name}: {own:.2f} s a step; {'within' if own <= most else 'NOT within'} {most:.2f} s = {plain:.2f} "
-            f"+ {SLACK} x ({found['swapped_bytes'] / MIB:.0f} MiB at {write / MIB:.0f} MiB/s "
-            f"+ {found['read_bytes'] / MIB:.0f} MiB at {read / MIB:.0f} MiB/s)"
+            f"{cell.name}: {step:.2f} s per step; {'within' if step <= limit else 'NOT within'} {limit:.2f} s = "
+            f"{plain:.2f} + {MAX_TRANSFER_RATIO} x ({figures['swapped_bytes'] / MIB:.0f} MiB at "
+            f"{write / MIB:.0f} MiB/s + {figures['read_bytes'] / MIB:.0f} MiB at {read / MIB:.0f} MiB/s)"
         )
     return "\n".join(["", *lines]) if lines else ""
 
@@ -162,9 +162,9 @@ Points = dict[str, list[tuple[float, float]]]
 
 
 def draw(title: str, cells: Sequence[Cell], results: Results, path: Path) -> None:
-    """Draws memory over time for all cells, and both over the lower bound and over the number of tensors.
+    """Draw memory over time for all cells, and both over the lower bound and over the number of tensors.
 
-    Everything is relative to the plain cell. A line joins cells that differ in one parameter only.
+    Values are relative to plain training. A line joins cells that differ in one parameter.
     """
     import matplotlib
 
@@ -189,7 +189,7 @@ def draw(title: str, cells: Sequence[Cell], results: Results, path: Path) -> Non
     _lines(axes[0, 0], both, styles, "step time, of plain", "net RSS, of plain")
     axes[0, 0].plot(1, 1, "*", color="black", markersize=12, label="plain")
     handles, labels = axes[0, 0].get_legend_handles_labels()
-    axes[1, 0].axis("off")  # The names have this place to themselves, so that they cover no point.
+    axes[1, 0].axis("off")  # The legend has a panel of its own, so that it covers no point.
     axes[1, 0].legend(handles, labels, loc="upper center", fontsize=9, ncols=1 if len(labels) <= 12 else 2)
     for (name, over_lb, over_count), places in zip(rows, axes[:, 1:], strict=True):
         free = iter(places)
@@ -219,7 +219,7 @@ def points(
     figure: Callable[[dict[str, Any]], float | None],
     series: Callable[[Cell], str] = lambda cell: cell.series,
 ) -> Points:
-    """(x, figure relative to plain) of each cell by series, by the parameter that the series varies."""
+    """Return the points (x, figure over that of plain training) of each series, in the order of its parameter."""
     lines: Points = {series(cell): [] for cell in cells}
     for cell in sorted(cells, key=lambda cell: (cell.lb, results[cell.name]["tensors"])):
         x, y = across(cell), relative(figure, cell, results)
@@ -233,12 +233,12 @@ def _only_tensors_and_bound(cell: Cell) -> bool:
 
 
 def _long(lines: Points) -> Points:
-    """Lines of at least two points."""
+    """Return the lines of at least two points."""
     return {series: line for series, line in lines.items() if len(line) > 1}
 
 
 def _styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """A colour and a marker for each name."""
+    """Return a colour and a marker for each name."""
     from matplotlib import colormaps
 
     colors = itertools.cycle([*colormaps["tab10"].colors, *colormaps["Dark2"].colors])

@@ -1,4 +1,4 @@
-"""Automatic segments as long as possible, for networks that are too small to save memory."""
+"""Automatic segments of the greatest length, for networks in which tiles save no memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tflms_sft._planner import requested_tiles
 
 @contextmanager
 def longest_segments() -> Iterator[None]:
-    """Rewrite all that can run in tiles, whatever it saves, while the context is open."""
+    """Tile all ops that can run in tiles, even if they save no memory, while the context is open."""
 
     def automatic(traced: Any, params: Any, request: Any) -> Any:
         segments, left = requested_tiles._longest_segments(traced, params, {}, None)

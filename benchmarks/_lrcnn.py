@@ -1,8 +1,12 @@
-"""Child processes of `benchmarks.lrcnn`: the training methods that it compares, predicted and measured.
+"""Child processes of `benchmarks.lrcnn`: training methods, predicted and measured.
 
-An *option* is one setting of a way, as JSON: `{}` is the plain step, `{"swaps": ...}` offloads, `{"budget": bytes}`
-leaves the choice to the budget search, and `{"halo": ..., "segments": [[entry, exit, rows], ...]}` says which rows, or
-which tiles, as `[tiles, tiles]` in the place of rows.
+An *option* is one setting of a method, as JSON:
+
+- `{}`: the original step.
+- `{"swaps": {...}}`: swaps, with these arguments of `LMSParams`.
+- `{"budget": bytes}`: the plan that the budget search finds.
+- `{"halo": ..., "segments": [[entry, exit, strips], ...]}`: segments with their numbers of strips. A pair
+  `[down, across]` instead of a number stands for tiles.
 """
 
 from __future__ import annotations
@@ -23,13 +27,13 @@ if TYPE_CHECKING:
 Option = dict[str, Any]
 
 ROWS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
-"""Numbers of rows that are tried."""
+"""Numbers of strips that are tried."""
 
 IMAGE_STEP = 32
-"""Image sizes are multiples of it: what the networks shrink an image by."""
+"""Divisor of all image sizes: the factor by which the networks shrink an image."""
 
 WAYS = ("plain", "checkpoint", "offload", "OverL", "2PS", "OverL-H", "2PS-H", "MemoryBudget")
-"""The paper's Base, Ckp, OffLoad, its own four, and what the search finds by itself."""
+"""Training methods: Base, Ckp, OffLoad, OverL, 2PS, OverL-H and 2PS-H of the paper, and the budget search."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +42,8 @@ class Layout:
 
     Attributes:
         entry: Layer of the images.
-        joints: Layers through which everything flows, one after the other.
-        stages: Those that hybrids put a checkpoint at, with the rows of an image that one of theirs stands for.
+        joints: Layers through which all data flows, in order.
+        stages: Joints at which hybrid methods put checkpoints, each with its stride: rows of the image for one row.
     """
 
     entry: str
@@ -64,7 +68,7 @@ LAYOUTS = {"vgg16": _vgg(), "resnet50": _resnet()}
 
 
 def options(way: str, net: str, image_size: int, memory: int | None = None, rows: Sequence[int] = ROWS) -> list[Option]:
-    """Returns the settings of a way to train that are tried, for images of a size."""
+    """Return the options of a method that are tried for an image size."""
     layout = LAYOUTS[net]
     if way == "plain":
         return [{}]
@@ -76,28 +80,31 @@ def options(way: str, net: str, image_size: int, memory: int | None = None, rows
         return [{"budget": memory}]
     halo = "carry" if way.startswith("2PS") else "recompute"
     if way.endswith("-H"):
-        found = [_hybrid(layout, image_size, number) for number in rows]
+        tilings = [_hybrid(layout, image_size, number) for number in rows]
     else:
-        found = [
+        tilings = [
             [[layout.entry, end, number]]
             for end, stride in reversed(layout.stages.items())
             for number in rows
             if number <= image_size // stride
         ]
-    return [{"halo": halo, "segments": segments} for i, segments in enumerate(found) if segments not in found[:i]]
+    return [{"halo": halo, "segments": segments} for i, segments in enumerate(tilings) if segments not in tilings[:i]]
 
 
 def _checkpoints(layout: Layout) -> list[list[Any]]:
-    """Square root of the number of joints many segments of one tile each, as Chen et al. (2016) have it."""
+    """Return √n segments of one tile each for n joints.
+
+    Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016).
+    """
     number = round(len(layout.joints) ** 0.5)
     ends = [layout.joints[len(layout.joints) * (i + 1) // number - 1] for i in range(number)]
     return [[entry, end, 1] for entry, end in zip((layout.entry, *ends), ends, strict=False)]
 
 
 def tiles(net: str, image_size: int, number: int) -> Option | None:
-    """Returns the setting with a segment for each stage in so many tiles, as near to squares as the number allows.
+    """Return the option with a segment for each stage in `number` tiles, which are as square as the number allows.
 
-    None if those are rows: for 1, and primes.
+    Returns `None` for 1 and for primes, whose only tiles are strips.
     """
     shorter = max(n for n in range(1, int(number**0.5) + 1) if number % n == 0)
     if shorter == 1:
@@ -108,14 +115,14 @@ def tiles(net: str, image_size: int, number: int) -> Option | None:
 
 
 def _hybrid(layout: Layout, image_size: int, rows: int) -> list[list[Any]]:
-    """A segment for each stage, in so many rows or as many as it has."""
+    """Return a segment for each stage, with `rows` strips, or with as many as the stage has rows."""
     ends = list(layout.stages)
     most = [image_size // stride for stride in layout.stages.values()]
     return [[entry, end, min(rows, here)] for entry, end, here in zip((layout.entry, *ends), ends, most, strict=False)]
 
 
 def params_of(option: Option) -> Any:
-    """Returns what `rewrite` takes for an option other than the plain one."""
+    """Return the parameters of `rewrite` for an option that changes the step."""
     import tflms_sft
 
     if "swaps" in option:
@@ -129,7 +136,7 @@ def params_of(option: Option) -> Any:
 
 
 def rewritten(step: Any, option: Option) -> tflms_sft.RewrittenStep:
-    """Returns a step as an option has it; the plain one with a plan that changes nothing."""
+    """Return a step rewritten by an option; for the original step, with a plan that changes nothing."""
     import tflms_sft
 
     return tflms_sft.rewrite(step, params_of(option) if option else tflms_sft.AutoParams("1TiB"))
@@ -150,22 +157,22 @@ def predict(
     rows: Sequence[int] = ROWS,
     emit: _child.Emit,
 ) -> dict[str, Any]:
-    """Finds the largest batch or image whose predicted peak is within `memory`.
+    """Find the largest batch or image whose predicted peak is within `memory`.
 
     Args:
         net: Key of `LAYOUTS`.
         vary: "batch" or "image".
-        way: One of `WAYS`.
+        way: Training method, one of `WAYS`.
         memory: Bytes.
-        image_size: Height and width where the batch varies.
-        batch: Images of a step where their size varies.
-        rows: Numbers of rows that are tried.
-        emit: Gets each size that was asked for.
+        image_size: Height and width if the batch size varies.
+        batch: Batch size if the image size varies.
+        rows: Numbers of strips that are tried.
+        emit: Called with each size that is tried.
 
     Returns:
-        "size" (0: not even the smallest), "option" and its "predicted" peak.
+        "size" (0 if the smallest does not fit), "image_size", "batch", "option" and its "predicted" peak.
     """
-    found: dict[int, tuple[Option, int] | None] = {}
+    fitting: dict[int, tuple[Option, int] | None] = {}
     tried = Tried()
 
     def at(number: int) -> tuple[int, int]:
@@ -174,18 +181,18 @@ def predict(
     def fits(number: int) -> bool:
         side, images = at(number)
         pixels = images * side**2
-        found[number] = None
-        hopeful = tried.worth_trying(options(way, net, side, memory, rows), pixels, memory)
-        for option, peak in _peaks(net, side, images, hopeful):
+        fitting[number] = None
+        candidates = tried.worth_trying(options(way, net, side, memory, rows), pixels, memory)
+        for option, peak in _peaks(net, side, images, candidates):
             tried.add(option, pixels, peak)
             if peak <= memory:
-                found[number] = (option, peak)
+                fitting[number] = (option, peak)
                 break
-        emit({"size": images if vary == "batch" else side, "fits": found[number] is not None})
-        return found[number] is not None
+        emit({"size": images if vary == "batch" else side, "fits": fitting[number] is not None})
+        return fitting[number] is not None
 
     number = bisection.largest(fits, 16, 0.02)
-    best = found[number] if number else None
+    best = fitting[number] if number else None
     side, images = at(number)
     return {
         "size": images if vary == "batch" else side,
@@ -197,30 +204,30 @@ def predict(
 
 
 class Tried:
-    """Peaks of options at the sizes that were tried, which spare others: planning is slow."""
+    """Peaks of options at the sizes tried so far, which bound other peaks without slow planning."""
 
     def __init__(self) -> None:
         self._peaks: dict[str, list[tuple[int, int]]] = {}
 
     def add(self, option: Option, pixels: int, peak: int) -> None:
-        """Keeps the peak of an option for a batch with so many pixels."""
+        """Record the peak of an option for a batch of so many pixels."""
         self._peaks.setdefault(json.dumps(option), []).append((pixels, peak))
 
     def at_least(self, option: Option, pixels: int) -> float:
-        """Returns what the peak is at least: it grows with the pixels, and at most in proportion to them."""
-        known = self._peaks.get(json.dumps(option), [])
-        return max((peak * min(1.0, pixels / of) for of, peak in known), default=0.0)
+        """Return a lower bound of the peak, which grows with the pixels, at most in proportion to them."""
+        peaks = self._peaks.get(json.dumps(option), [])
+        return max((peak * min(1.0, pixels / tried_pixels) for tried_pixels, peak in peaks), default=0.0)
 
-    def worth_trying(self, found: Sequence[Option], pixels: int, memory: int) -> list[Option]:
-        """Returns the options that may fit: those with known peaks first, the least first, then from the middle out."""
-        bounds = [self.at_least(option, pixels) for option in found]
+    def worth_trying(self, candidates: Sequence[Option], pixels: int, memory: int) -> list[Option]:
+        """Return the options that may fit: first those with bounds, lowest first, then the others from the middle."""
+        bounds = [self.at_least(option, pixels) for option in candidates]
         indices = [i for i, bound in enumerate(bounds) if bound <= memory]
-        indices.sort(key=lambda i: (not bounds[i], bounds[i], abs(i - len(found) // 2)))
-        return [found[i] for i in indices]
+        indices.sort(key=lambda i: (not bounds[i], bounds[i], abs(i - len(candidates) // 2)))
+        return [candidates[i] for i in indices]
 
 
 def _peaks(net: str, image_size: int, batch: int, tried: Sequence[Option]) -> Iterator[tuple[Option, int]]:
-    """Predicted peaks of options; those that cannot be done are left out."""
+    """Yield the predicted peaks of options; skip options that cannot be planned."""
     import keras
 
     import tflms_sft
@@ -236,7 +243,7 @@ def _peaks(net: str, image_size: int, batch: int, tried: Sequence[Option]) -> It
 
 
 def train(*, net: str, image_size: int, batch: int, option: Option, steps: int, emit: _child.Emit) -> dict[str, Any]:
-    """Trains a few steps after a first one, and returns what they took, beside what was predicted."""
+    """Train for some steps after a first one; return their times and peaks, and the predictions."""
     import tensorflow as tf
 
     from rewriters.device import properties
@@ -271,28 +278,29 @@ def train(*, net: str, image_size: int, batch: int, option: Option, steps: int, 
 def where_time_goes(
     *, net: str, image_size: int, batch: int, option: Option, steps: int, emit: _child.Emit
 ) -> dict[str, float]:
-    """Returns seconds of a step by what was done, after a first one."""
+    """Return the mean seconds of a step by kind of work; a first step is not counted."""
     import tensorflow as tf
 
     plain = _nets.TASKS[net].step(image_size, batch)
     run = rewritten(plain, option) if option else plain
     images, labels = map(tf.constant, _nets.TASKS[net].noise(image_size, batch))
     float(run(images, labels))
-    found = _profile.seconds_by_group(lambda: float(run(images, labels)), steps)
-    emit(found)
-    return found
+    seconds = _profile.seconds_by_group(lambda: float(run(images, labels)), steps)
+    emit(seconds)
+    return seconds
 
 
 def gradient_errors(
     *, net: str, image_size: int, batch: int, rows: Sequence[int], emit: _child.Emit
 ) -> list[dict[str, Any]]:
-    """Compares the gradients of rows that share nothing, and of rows that share, with those of the plain step.
+    """Compare the gradients of strips, with and without carried rows, with those of the original step.
 
-    Rows that share nothing find zeros where the row before would have handed something on, as though each were an image
-    of its own: what LR-CNN's section V-D trains for comparison.
+    Without carried rows, a strip reads zeros in their place, as if it were an image of its own. Section V-D of the
+    LR-CNN paper trains such strips for comparison.
 
     Returns:
-        For each number of rows, the relative L2 error of all gradients as one vector, with sharing and without.
+        For each number of strips, the relative L2 error of all gradients as one vector, "with" and "without" carried
+        rows.
     """
     import keras
     import tensorflow as tf
@@ -311,32 +319,32 @@ def gradient_errors(
 
     plain = step(images, labels)
     end, stride = list(layout.stages.items())[-1]
-    found = []
+    results = []
     for number in sorted({min(number, image_size // stride) for number in rows}):
         option = {"halo": "carry", "segments": [[layout.entry, end, number]]}
         errors = {}
         for name in ("with", "without"):
-            with _handing_on(name == "with"):
+            with _carried_rows(name == "with"):
                 errors[name] = _distance(plain, rewritten(step, option)(images, labels))
-        found.append({"rows": number, **errors})
-        emit(found[-1])
+        results.append({"rows": number, **errors})
+        emit(results[-1])
     keras.backend.clear_session()
-    return found
+    return results
 
 
 def _distance(wanted: Sequence[Any], got: Sequence[Any]) -> float:
-    """Relative L2 distance of lists of tensors as vectors."""
+    """Return the relative L2 distance of two lists of tensors, each as one vector."""
     import numpy as np
 
     pairs = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in zip(wanted, got, strict=True)]
     return float((sum(((a - b) ** 2).sum() for a, b in pairs) / sum((a**2).sum() for a, _ in pairs)) ** 0.5)
 
 
-class _handing_on:  # noqa: N801 - a context manager
-    """With `yes=False`, has rewrites put zeros in the place of what rows hand on."""
+class _carried_rows:  # noqa: N801 - a context manager
+    """Context in which rewritten steps read carried rows, or zeros in their place if `are_read` is false."""
 
-    def __init__(self, yes: bool) -> None:
-        self._yes = yes
+    def __init__(self, are_read: bool) -> None:
+        self._are_read = are_read
 
     def __enter__(self) -> None:
         import tensorflow as tf
@@ -345,11 +353,11 @@ class _handing_on:  # noqa: N801 - a context manager
 
         self._received = loop_emitter.received
 
-        def nothing(turn: Any, tensor: Any, carry: Any, source: Any, images: Any) -> Any:
-            return tf.zeros_like(row_carries.received(turn, tensor, carry, source, images))
+        def zeros(iteration: Any, tensor: Any, carry: Any, source: Any, images: Any) -> Any:
+            return tf.zeros_like(row_carries.received(iteration, tensor, carry, source, images))
 
-        if not self._yes:
-            loop_emitter.received = nothing
+        if not self._are_read:
+            loop_emitter.received = zeros
 
     def __exit__(self, *_: object) -> None:
         from rewriters.emission import loop_emitter

@@ -1,4 +1,4 @@
-"""Measurements of a benchmark's child process around each training step."""
+"""Measurements around each training step, in a child process of a benchmark."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from benchmarks import _child
 
 
 class StepMeter:
-    """Reads clock and memory around each step of `model.fit`.
+    """Reads the clock and the memory around each step of `model.fit`.
 
-    Counted steps begin after the warm-up; what came before them, tracing and planning included, is the
-    cold part, which is measured from the start of `fit`.
+    The counted steps follow the warm-up. The *cold* figures are measured from the start of `fit` to the end of the
+    first step, and include tracing and planning.
     """
 
     def __init__(self, warmup: int, device: str, emit: _child.Emit) -> None:
@@ -28,13 +28,13 @@ class StepMeter:
         self._device = f"{device.upper()}:0"
 
     def start(self) -> None:
-        """Marks the start of `fit`."""
+        """Mark the start of `fit`."""
         self._before_fit = _child.status_bytes("VmRSS")
         _child.reset_peak_rss()
         self._fit_began = time.perf_counter()
 
     def begin(self, _: int, logs: dict[str, Any] | None = None) -> None:
-        """Marks the start of a step."""
+        """Mark the start of a step."""
         if len(self.losses) >= self._warmup:
             if not self.seconds:
                 self._warm_rss = _child.status_bytes("VmRSS")
@@ -44,7 +44,7 @@ class StepMeter:
         self._cpu_began = time.process_time()
 
     def end(self, _: int, logs: dict[str, Any] | None = None) -> None:
-        """Marks the end of a step; reading the loss waits for the step."""
+        """Mark the end of a step; reading the loss waits for the step."""
         loss = float((logs or {})["loss"])
         seconds = time.perf_counter() - self._began
         cpu_seconds = time.process_time() - self._cpu_began
@@ -68,10 +68,10 @@ class StepMeter:
         try:
             tf.config.experimental.reset_memory_stats(self._device)
         except ValueError:
-            pass  # the allocator in use keeps no statistics
+            pass  # The allocator in use keeps no statistics.
 
     def _allocator_peak(self) -> int:
-        """Returns 0 where the allocator in use keeps no statistics."""
+        """Return the peak in bytes; 0 if the allocator in use keeps no statistics."""
         import tensorflow as tf
 
         try:

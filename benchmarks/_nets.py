@@ -1,8 +1,8 @@
-"""The networks of the benchmarks, for any image size.
+"""Networks of the benchmarks, for any image size.
 
-In the classifiers the fully connected head is replaced by global average pooling and one dense layer, so that the
-image size is free and the weights are small beside the activations. Keras is imported inside the functions: the parent
-process of a benchmark needs only the tables.
+Classifiers have global average pooling and one dense layer instead of their fully connected head. The image size is
+thus free, and the weights are small compared with the activations. Functions import Keras themselves, because the
+parent process of a benchmark needs only the tables.
 """
 
 from __future__ import annotations
@@ -33,24 +33,23 @@ _SLIM_UNET_FILTERS = (16, 32, 64, 128)
 
 SEED = 1
 LEARNING_RATE = 1e-6
-"""An untrained ResNet amplifies roundings, by which even plain runs differ, within a few steps."""
+"""Small, because an untrained ResNet amplifies rounding within a few steps: even two plain runs differ."""
 
 
 def vgg16(image_size: int) -> keras.Model:
-    """Builds the 13 convolutions and 5 pools of VGG-16."""
+    """Build the 13 convolutions and 5 pools of VGG-16."""
     return _vgg("vgg16", (2, 2, 3, 3, 3), image_size)
 
 
 def vgg19(image_size: int) -> keras.Model:
-    """Builds the 16 convolutions and 5 pools of VGG-19."""
+    """Build the 16 convolutions and 5 pools of VGG-19."""
     return _vgg("vgg19", (2, 2, 4, 4, 4), image_size)
 
 
 def darknet19(image_size: int) -> keras.Model:
-    """Builds the 18 convolutions and 5 pools of Darknet-19 before its classifier.
+    """Build the 18 convolutions and 5 pools of Darknet-19 before its classifier.
 
-    The batch normalisations are frozen, as they are where a network is trained further on single large
-    images: statistics of one image would be no statistics of the data.
+    BatchNormalization is frozen, as in fine-tuning on single large images, whose statistics are not those of the data.
     """
     import keras
 
@@ -74,7 +73,7 @@ def darknet19(image_size: int) -> keras.Model:
 
 
 def resnet50(image_size: int) -> keras.Model:
-    """Builds ResNet-50 as Keras has it, with logits at its end."""
+    """Build ResNet-50 of Keras with logits as outputs."""
     import keras
 
     shape = (image_size, image_size, 3)
@@ -84,10 +83,7 @@ def resnet50(image_size: int) -> keras.Model:
 
 
 def application(name: str, size: int) -> keras.Model:
-    """Builds one of `keras.applications` on images of 3 channels, with logits at its end and nothing drawn at random.
-
-    Steps that draw the same numbers are for other comparisons.
-    """
+    """Build a network of `keras.applications` for images of 3 channels, with logits as outputs and without dropout."""
     import keras
 
     keras.utils.set_random_seed(0)
@@ -102,7 +98,7 @@ def application(name: str, size: int) -> keras.Model:
 
 
 def unet3d(image_size: int, filters: Sequence[int] = _UNET_FILTERS) -> keras.Model:
-    """Builds a 3-D U-Net: a level for each number of filters, their skips, and logits per voxel."""
+    """Build a 3-D U-Net with a level for each number of filters, skip connections, and logits per voxel."""
     import keras
 
     x = image = keras.Input((image_size, image_size, image_size, 1), name=INPUT_NAME)
@@ -133,9 +129,9 @@ def _class_per_label() -> Any:
 
 
 def _dice_and_cross_entropy() -> Any:
-    """Soft Dice loss and cross-entropy, both of each volume.
+    """Return the sum of soft Dice loss and cross-entropy, both per volume.
 
-    Keras computes a cross-entropy of logits on a matrix of voxels by classes; this one keeps the volume's axes.
+    Keras flattens volumes for a cross-entropy of logits. This loss keeps the axes of the volume.
     """
     from keras import ops
 
@@ -153,18 +149,18 @@ def _dice_and_cross_entropy() -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A network and what it is trained on.
+    """A network and its training data.
 
     Attributes:
-        title: For tables.
-        build: Makes the network for an image size.
-        dimensions: Axes of an image.
-        channels: Of an image.
-        per_pixel: Whether there is a label for each pixel rather than for each image.
+        title: Name in tables.
+        build: Builds the network for an image size.
+        dimensions: Spatial axes of an image.
+        channels: Channels of an image.
+        per_pixel: Whether each pixel has a label, instead of each image.
         image_size: Default height, width and depth.
-        batch: Default batch.
-        loss: Makes the loss, of labels and logits.
-        one_hot: Whether labels are vectors of ones and zeros rather than numbers of classes.
+        batch: Default batch size.
+        loss: Returns the loss function of labels and logits.
+        one_hot: Whether labels are one-hot vectors, instead of class numbers.
     """
 
     title: str
@@ -178,16 +174,16 @@ class Task:
     one_hot: bool = False
 
     def shapes(self, image_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Returns the shapes of one image and of its labels."""
+        """Return the shapes of one image and of its labels."""
         space = (image_size,) * self.dimensions
         return (*space, self.channels), space if self.per_pixel else ()
 
     def pixels(self, image_size: int, batch: int) -> int:
-        """Returns the number of pixels, or voxels, of a batch."""
+        """Return the number of pixels, or voxels, of a batch."""
         return batch * image_size**self.dimensions
 
     def compiled(self, image_size: int) -> keras.Model:
-        """Builds the network, ready to train: float32, SGD with momentum, so that each weight has one slot."""
+        """Build and compile the network: float32, and SGD with momentum, which has one slot for each weight."""
         import keras
 
         keras.utils.set_random_seed(SEED)
@@ -196,7 +192,7 @@ class Task:
         return model
 
     def compile(self, model: keras.Model) -> None:
-        """Compiles a model that has its weights."""
+        """Compile a model that has its weights."""
         import keras
 
         optimizer = keras.optimizers.SGD(LEARNING_RATE, momentum=0.9)
@@ -204,7 +200,7 @@ class Task:
         optimizer.build(model.trainable_variables)
 
     def step(self, image_size: int, batch: int) -> Any:
-        """Returns the training step of a compiled network for a batch, a `tf.function` with its `model`."""
+        """Return the training step of a compiled network for a batch size: a `tf.function` with attribute `model`."""
         import tensorflow as tf
 
         model = self.compiled(image_size)
@@ -220,7 +216,7 @@ class Task:
         return step
 
     def noise(self, image_size: int, batch: int) -> tuple[Any, Any]:
-        """Returns a batch of images and labels, the same in each process."""
+        """Return a batch of random images and labels, equal in all processes."""
         import numpy as np
 
         generator = np.random.default_rng(SEED)
@@ -231,7 +227,7 @@ class Task:
 
 
 LEAST_MEMORY = {"ctrld_strategy": "direct_order", "lb": 1, "max_in_flight": 1, "fuse_swapins": True}
-"""Fields of `LMSParams`: a tensor comes back as late as it can, and waits for no second one on its way out."""
+"""Fields of `LMSParams` that need the least memory: late swap-ins, and one swap-out at a time."""
 
 TASKS = {
     "vgg16": Task("VGG-16", vgg16, 2, 3, False, image_size=768, batch=1),
@@ -251,9 +247,9 @@ TASKS = {
 }
 
 SWAPPED = ("resnet50", "unet3d")
-"""The tasks that are trained with swaps alone: BatchNorm is in training mode, and one works on volumes."""
+"""Tasks that are trained with swaps alone; both have BatchNorm in training mode, and one has volumes."""
 
-# Exits of the segments and tiles of each where the command line names none.
+# Exits of segments, and their tiles, if the command line names none.
 DEFAULT_SEGMENTS = {
     "vgg16": (("pool3", "pool5"), ((4, 4), (2, 2))),
     "vgg19": (("pool3", "pool5"), ((4, 4), (2, 2))),

@@ -1,7 +1,7 @@
-"""Alternatives to `tflms_sft`: a training loop of one network for each, in a child process.
+"""Training methods of `benchmarks.compare`, each in a child process.
 
-Every way gets what its documentation asks for: blocks to wrap are those between pools or residual sums, `RematScope`
-surrounds the building of the network, and nothing is compiled by XLA, as in the plain step.
+Each method is used as its documentation says. Blocks are the layers between pools or residual sums. `RematScope` is
+open while the network is built. XLA is off, as in plain training.
 """
 
 from __future__ import annotations
@@ -16,45 +16,45 @@ if TYPE_CHECKING:
     import keras
 
 BLOCK_ENDS = {"vgg16": ("pool",), "vgg19": ("pool",), "darknet19": ("pool",), "resnet50": ("_out", "pool1_pool")}
-"""In the names of layers that end a block."""
+"""Texts in the names of layers that end a block."""
 
-THRESHOLD = 2**20
-"""Elements of an output from which on `RematScope("larger_than")` makes a layer's activations again."""
+MIN_REMAT_ELEMENTS = 2**20
+"""Elements of an output for which `RematScope("larger_than")` recomputes the activations of a layer."""
 
 
 def train(*, spec: dict[str, Any], way: str, budget_bytes: int, save: str, emit: _child.Emit) -> dict[str, Any]:
-    """Trains for the warm-up and the counted steps; returns the figures, and saves what came of it.
+    """Train for the warm-up and the counted steps; return the figures, and save the arrays to compare.
 
     Args:
         spec: Fields of a `_compare.Spec`.
-        way: Key of `WAYS`.
-        budget_bytes: For the way that has a budget.
-        save: File for gradients (as momentum has summed them) and statistics, in NumPy's format; none if empty.
-        emit: Gets one dict for each step.
+        way: Training method, a key of `WAYS`.
+        budget_bytes: Budget of the only method that has one.
+        save: NumPy file for gradients, accumulated by momentum, and moving statistics; empty for none.
+        emit: Called with a dict for each step.
     """
     import numpy as np
 
     chosen = _compare.Spec(**spec)
-    meter, arrays, more = WAYS[way](chosen, budget_bytes, emit)
+    meter, arrays, figures = WAYS[way](chosen, budget_bytes, emit)
     if save:
         np.savez(save, **arrays)
     return {
         "net_rss_bytes": max(meter.net_rss),
         "step_seconds": meter.seconds,
         "losses": meter.losses,
-        **more,
+        **figures,
     }
 
 
 Trained = tuple[_meter.StepMeter, dict[str, Any], dict[str, Any]]
-"""What was measured, arrays that tell whether it was the same training, and further figures."""
+"""Measurements, arrays to compare with those of plain training, and further figures."""
 
 
 # With Keras ---------------------------------------------------------------------------------------------------
 
 
 def _fit(spec: _compare.Spec, model: keras.Model, emit: _child.Emit, callbacks: list[Any] | None = None) -> Trained:
-    """Trains a compiled model with `fit`."""
+    """Train a compiled model with `fit`."""
     import keras
 
     meter = _meter.StepMeter(spec.warmup, spec.device, emit)
@@ -76,7 +76,7 @@ def _fit(spec: _compare.Spec, model: keras.Model, emit: _child.Emit, callbacks: 
 
 
 def _statistics(model: keras.Model) -> Iterator[tuple[str, Any]]:
-    """Moving means and variances, numbered."""
+    """Yield moving means and variances with their numbers."""
     for number, v in enumerate(v for v in model.non_trainable_variables if "moving_" in v.path):
         yield str(number), v
 
@@ -96,7 +96,7 @@ def _budget(spec: _compare.Spec, budget_bytes: int, emit: _child.Emit) -> Traine
 
 
 def _recompute_grad(spec: _compare.Spec, budget_bytes: int, emit: _child.Emit) -> Trained:
-    """`tf.recompute_grad` around each block, in a model of its own."""
+    """Train a model with `tf.recompute_grad` around each block."""
     del budget_bytes
     import keras
     import tensorflow as tf
@@ -121,7 +121,7 @@ def _recompute_grad(spec: _compare.Spec, budget_bytes: int, emit: _child.Emit) -
 
 
 def _blocks(model: keras.Model, ends: tuple[str, ...]) -> list[keras.Model]:
-    """The network cut behind the layers that end a block; the rest is the last part."""
+    """Return the network as one model per block, and one for the layers after the last block."""
     import keras
 
     cuts = [layer.output for layer in model.layers if any(end in layer.name for end in ends)]
@@ -130,11 +130,11 @@ def _blocks(model: keras.Model, ends: tuple[str, ...]) -> list[keras.Model]:
 
 
 def _remat(mode: str, spec: _compare.Spec, budget_bytes: int, emit: _child.Emit) -> Trained:
-    """Keras' own: layers that are made under the scope make their activations again."""
+    """Train with Keras's `RematScope`, in which layers are built that recompute their activations."""
     del budget_bytes
     import keras
 
-    with keras.RematScope(mode=mode, output_size_threshold=THRESHOLD):
+    with keras.RematScope(mode=mode, output_size_threshold=MIN_REMAT_ELEMENTS):
         model = _nets.TASKS[spec.net].compiled(spec.image_size)
         return _fit(spec, model, emit)
 
@@ -143,7 +143,7 @@ def _remat(mode: str, spec: _compare.Spec, budget_bytes: int, emit: _child.Emit)
 
 
 class _TorchMeter(_meter.StepMeter):
-    """Without TensorFlow's allocator."""
+    """Meter without the statistics of TensorFlow's allocator."""
 
     def _reset_allocator_peak(self) -> None:
         pass
@@ -153,7 +153,7 @@ class _TorchMeter(_meter.StepMeter):
 
 
 def _torch(checkpointed: bool, spec: _compare.Spec, budget_bytes: int, emit: _child.Emit) -> Trained:
-    """PyTorch as it is, or with `checkpoint_sequential` and as many segments as there are blocks."""
+    """Train with PyTorch, plain or with `checkpoint_sequential` and a segment for each block."""
     del budget_bytes
     import torch
     from torch.utils.checkpoint import checkpoint_sequential

@@ -1,7 +1,7 @@
-"""Predictions for pipelines of the papers' networks, from the plan of one image in stages.
+"""Predictions for pipelines of the papers' networks, from plans of one image in stages.
 
-Times of stages are those of the machine's rates, so that only their ratios say something of other machines. Where
-seconds are needed, for what many devices do to each other, they are scaled to a time that the paper has measured.
+Times of stages follow from the rates of this machine, so that only their ratios are valid for other machines.
+Predictions for many devices scale them to a time that the paper reports. `benchmarks.pipeline` names the papers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tflms_sft import gems, unets
 GIB = 2**30
 
 Stage = Mapping[str, Any]
-"""As `_staged.stages_of` returns it."""
+"""Figures of a stage, from `_staged.stages_of`."""
 
 SCHEDULES = (
     ("basic", 1),
@@ -30,37 +30,37 @@ SCHEDULES = (
     ("master", 4),
     ("master", 16),
 )
-"""Names and numbers of micro-batches, each of one image."""
+"""Names of schedules, and numbers of micro-batches of one image each."""
 
 SUMMIT_TILE, SUMMIT_STAGES = 1434, 6
-"""Seal et al., section 6.2: rows of their tiles, and the most stages."""
+"""Rows of a tile, and the largest number of stages: section 6.2 of Seal et al."""
 
 PATHOLOGY_SIZE, PATHOLOGY_STAGES, PATHOLOGY_ETA = 1024, 4, 16
-"""Jain et al., section IX-B: rows of the images, GPUs of a node, MASTER's batch."""
+"""Rows of an image, GPUs of a node, and η of MASTER: section IX-B of Jain et al."""
 
 PATHOLOGY = {"basic": 1.04, "mast": 1.19, "master": 1.56}
-"""Table II: images a second on 4 GPUs."""
+"""Images per second on 4 GPUs: Table II of Jain et al."""
 
 PATHOLOGY_HYBRID = {2: 2.99, 4: 5.65, 8: 10.69, 16: 19.18, 32: 34.51}
-"""Table II: images a second of so many replicas on 4 GPUs each."""
+"""Images per second by number of replicas, of 4 GPUs each: Table II of Jain et al."""
 
 LARGEST_STAGES, LARGEST_REPLICAS = 8, 128
-"""Section VII-F: 1,024 GPUs."""
+"""Stages and replicas on 1,024 GPUs: section VII-F of Jain et al."""
 
 LINK_BYTES_PER_SECOND, LINK_LATENCY = 12.5e9, 10e-6
-"""Assumed of a link between nodes: 100 Gbit/s, and 10 µs for a message."""
+"""Assumed bandwidth and latency of a link between nodes: 100 Gbit/s, and 10 µs per message."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Predicted:
-    """A schedule of a network's stages.
+    """Prediction for a network's stages under a schedule.
 
     Attributes:
-        schedule: Its name.
-        micro_batches: Of one image each.
-        seconds: Of a step.
-        speedup: Over the basic schedule, image by image.
-        peak_bytes: Of each device.
+        schedule: Name of the schedule.
+        micro_batches: Number of micro-batches, of one image each.
+        seconds: Time of a step.
+        speedup: Speedup over the basic schedule with as many images.
+        peak_bytes: Peak of each device.
     """
 
     schedule: str
@@ -71,38 +71,37 @@ class Predicted:
 
 
 def predicted(stages: Sequence[Stage], name: str, micro_batches: int) -> Predicted:
-    """Executes a schedule with the times and bytes of a plan.
+    """Simulate a schedule with the times and bytes of a plan.
 
-    What a slot needs besides what waits is known of the plan's one micro-batch; it is taken to be needed beside the
-    most that waits.
+    The plan has one micro-batch. Its working memory, which a slot needs beyond weights and saved tensors, is added to
+    the simulated peak of weights and saved tensors.
     """
     forward, backward = ([stage[key] for stage in stages] for key in ("forward", "backward"))
     transfer = [stage["transfer"] for stage in stages[:-1]]
     schedule = make(name, len(stages), micro_batches)
-    weights, waiting = ([stage[key] for stage in stages] for key in ("weight_bytes", "waiting_bytes"))
-    found = simulate(schedule, forward, backward, transfer, weights=weights, activations=waiting)
-    working = [max(stage["peak_bytes"] - w - a, 0) for stage, w, a in zip(stages, weights, waiting, strict=True)]
+    weights, saved = ([stage[key] for stage in stages] for key in ("weight_bytes", "waiting_bytes"))
+    simulation = simulate(schedule, forward, backward, transfer, weights=weights, activations=saved)
+    working = [max(stage["peak_bytes"] - w - a, 0) for stage, w, a in zip(stages, weights, saved, strict=True)]
     peaks = tuple(
         peak + max(working[stage] for stage in schedule.stages_on(device))
-        for device, peak in enumerate(found.peak_bytes)
+        for device, peak in enumerate(simulation.peak_bytes)
     )
     basic = gems.total(forward, backward, transfer, micro_batches)
-    return Predicted(name, micro_batches, found.seconds, basic / found.seconds, peaks)
+    return Predicted(name, micro_batches, simulation.seconds, basic / simulation.seconds, peaks)
 
 
 def balanced(amounts: Sequence[float], count: int) -> list[int]:
-    """Cuts a row of amounts into runs whose largest sum is as small as can be; returns where all but the last end.
+    """Return the contiguous partition that minimises the largest sum, as the ends of all runs but the last.
 
     Args:
-        amounts: At least as many as `count`.
+        amounts: At least `count` numbers.
         count: Number of runs.
     """
     if count == 1:
         return []
     best: tuple[float, list[int]] | None = None
     for end in range(1, len(amounts) - count + 2):
-        rest = balanced(amounts[end:], count - 1)
-        ends = [end, *(end + more for more in rest)]
+        ends = [end, *(end + offset for offset in balanced(amounts[end:], count - 1))]
         sums = [sum(amounts[a:b]) for a, b in zip([0, *ends], [*ends, len(amounts)], strict=True)]
         if best is None or max(sums) < best[0]:
             best = max(sums), ends
@@ -111,30 +110,31 @@ def balanced(amounts: Sequence[float], count: int) -> list[int]:
 
 
 def level_cuts(architecture: unets.Architecture, rows: int, stages: int) -> list[str]:
-    """Layers of `_staged.unet` to cut at: after levels, as even as the paper's equations 9 and 10 can tell.
+    """Return the layers of `_staged.unet` to cut at: ends of levels that balance memory.
 
-    On the way down a level ends with its pool, so that a quarter of what it made is sent.
+    Equations 9 and 10 of Seal et al. give the memory of a level. On the way down a level ends with its pool, so that
+    a quarter of its pixels are transferred.
 
     Args:
-        architecture: Of the U-Net.
-        rows: Of the image.
-        stages: Their number.
+        architecture: Architecture of the U-Net.
+        rows: Rows of the image.
+        stages: Number of stages.
     """
     down = [f"level{level}" for level in range(architecture.levels - 1)]
     names = [*down, "the deepest", *(f"{name}_up" for name in reversed(down))]
     ends = balanced(architecture.memory(rows), stages)
-    # The deepest level has no pool; it goes with the level above, whose way up it leads to.
+    # The deepest level has no pool. It ends with the upsampling to the level above.
     return [names[end - 1] if names[end - 1] != "the deepest" else f"up{architecture.levels - 2}" for end in ends]
 
 
 def pathology(*, image_size: int, blocks: int, stages: int) -> dict[str, Any]:
-    """The stages of the ResNet, from a child."""
+    """Return the stages of the ResNet, planned in a child process."""
     kwargs = {"network": "resnet_v2", "options": {"blocks": blocks}, "stages": stages, "image_size": image_size}
     return _child.call_in_child("benchmarks._staged:stages_of", kwargs)
 
 
 def segmentation(architecture: unets.Architecture, *, tile: int, stages: int) -> dict[str, Any]:
-    """The stages of a U-Net for the largest image that is no larger than a tile and leaves nothing over."""
+    """Return the stages of a U-Net for the largest valid image that is no larger than a tile."""
     rows = architecture.nearest(tile)[0]
     options = {"levels": architecture.levels, "convolutions": architecture.convolutions}
     options |= {"filters": architecture.filters, "kernel": architecture.kernel}
@@ -147,20 +147,20 @@ def segmentation(architecture: unets.Architecture, *, tile: int, stages: int) ->
 
 
 def scaled(stages: Sequence[Stage], seconds: float) -> tuple[list[float], list[float], list[float]]:
-    """Forward, backward and transfer times of stages, whose work together takes so many seconds for an image."""
+    """Return forward, backward and transfer times of stages, scaled to a total work of `seconds` for an image."""
     factor = seconds / sum(stage["forward"] + stage["backward"] for stage in stages)
     forward, backward = ([factor * stage[key] for stage in stages] for key in ("forward", "backward"))
     return forward, backward, [factor * stage["transfer"] for stage in stages[:-1]]
 
 
 def images_per_second(stages: Sequence[Stage], seconds: float, eta: int, replicas: int) -> float:
-    """Return the throughput of GEMS-Hybrid: parallel pipelines, each with η images a step, by `gems.hybrid`.
+    """Return the throughput of GEMS-Hybrid by `gems.hybrid`: parallel pipelines, each with η images per step.
 
     Args:
-        stages: Of one image.
-        seconds: That all of them take together.
-        eta: Replications of each pipeline.
-        replicas: Pipelines.
+        stages: Stages for one image.
+        seconds: Total work of the stages for one image.
+        eta: Replications η of each pipeline.
+        replicas: Number of pipelines.
     """
     forward, backward, transfer = scaled(stages, seconds)
     gradients = [stage["weight_bytes"] for stage in stages]

@@ -19,22 +19,22 @@ GROUPS = {
     "pools and their gradients": r"Pool",
     "crops, pads, joins": r"Slice|Pad|Concat|Update|Identity|Empty",
 }
-"""What an op's time counts as, by a pattern in its type; the first that is found."""
+"""Kinds of work, each with a pattern for the types of its ops; the first match decides."""
 
 WAITING = "no operation runs"
 
 Span = tuple[str, float, float]
-"""Of an operation: group, begin and end in seconds."""
+"""Group of an op, and its begin and end in seconds."""
 
 
 def seconds_by_group(run: Callable[[], object], steps: int) -> dict[str, float]:
-    """Returns seconds of a step by what was done, the mean of several.
+    """Return the mean seconds of a step by kind of work.
 
-    Convolutions in the backward loops are recomputations. Where several ops run at a time each has its part of it.
+    Convolutions in backward loops count as recomputed. Concurrent ops share their time equally.
 
     Args:
-        run: Runs one step; it has run before.
-        steps: How often it is run.
+        run: Runs a step, which has run before.
+        steps: Number of runs.
     """
     import tensorflow as tf
 
@@ -49,30 +49,30 @@ def seconds_by_group(run: Callable[[], object], steps: int) -> dict[str, float]:
         finally:
             with _quiet():
                 tf.profiler.experimental.stop()
-        found = shared_time(span for path in Path(folder).glob("**/*.xplane.pb") for span in _spans(path.read_bytes()))
-    if not found:
-        raise RuntimeError("TensorFlow's profile names no operation: its events are called otherwise than before.")
-    found[WAITING] = max(0.0, seconds - sum(found.values()))
-    return {group: total / steps for group, total in found.items()}
+        totals = shared_time(span for path in Path(folder).glob("**/*.xplane.pb") for span in _spans(path.read_bytes()))
+    if not totals:
+        raise RuntimeError("TensorFlow's profile names no operation. Expected events with names such as `name:type`.")
+    totals[WAITING] = max(0.0, seconds - sum(totals.values()))
+    return {group: total / steps for group, total in totals.items()}
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what the profiler's own options make it print, from C++."""
+    """Suppress the messages that the profiler prints from C++."""
     sys.stderr.flush()
-    kept = os.dup(2)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
+    stderr_copy = os.dup(2)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
+        os.dup2(stderr_copy, 2)
+        os.close(stderr_copy)
+        os.close(null)
 
 
 def _spans(profile: bytes) -> Iterator[Span]:
-    """Yield the time span of every operation in a profile."""
+    """Yield the time span of every op in a profile."""
     from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
     space: Any = xplane_pb2.XSpace.FromString(profile)
@@ -85,28 +85,28 @@ def _spans(profile: bytes) -> Iterator[Span]:
 
 
 def group_of(event: str) -> str | None:
-    """Returns what the time of an operation counts as, which TensorFlow calls `name:type`; None for other events."""
+    """Return the kind of work of an op's event, which TensorFlow names `name:type`; `None` for other events."""
     from rewriters.ir.graph import LOOPS
 
     operation = re.fullmatch(r"(?P<name>[^:]+):(?P<type>\w+)", event)
     if operation is None or operation["type"] in LOOPS:
         return None
     group = next((group for group, pattern in GROUPS.items() if re.search(pattern, operation["type"])), "others")
-    again = group == "convolutions" and re.search(r"/backward\d*/while", operation["name"])
-    return "convolutions computed again" if again else group
+    is_recomputed = group == "convolutions" and re.search(r"/backward\d*/while", operation["name"])
+    return "convolutions computed again" if is_recomputed else group
 
 
 def shared_time(spans: Iterable[Span]) -> dict[str, float]:
-    """Returns the time of each group, where every moment is divided among all spans that it is in."""
-    # At the same moment beginnings come first: a span may be over as it begins.
+    """Return the time of each group; concurrent spans share it equally."""
+    # At equal times begins sort before ends, because a span may be empty.
     events = sorted((at, -change, group) for group, begin, end in spans for at, change in ((begin, 1), (end, -1)))
     running: collections.Counter[str] = collections.Counter()
     seconds: dict[str, float] = {}
     before = 0.0
-    for at, less, group in events:
+    for at, negated_change, group in events:
         for other, number in running.items():
             if number:
                 seconds[other] = seconds.get(other, 0.0) + (at - before) * number / running.total()
-        running[group] -= less
+        running[group] -= negated_change
         before = at
     return seconds

@@ -1,8 +1,7 @@
-"""Results of a benchmark: where they come from, and the Markdown tables that the documentation shows.
+"""Results of a benchmark: provenance, figures, and the Markdown tables that the documentation shows.
 
-A file in `results/` has the command, the date, the hardware and the versions of its run, all figures, and below
-`"tables"` each table as it was printed. A page of the documentation shows such a table between two comments, and a
-test holds it against the file.
+A file in `results/` holds command, date, hardware and versions of a run, all figures, and the printed tables under
+`"tables"`. `benchmarks.tables` copies tables to the pages, and a test compares the pages with the files.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ def provenance(program: str, arguments: Sequence[str] | None, packages: Sequence
 
     Args:
         program: Name of the module, such as `"benchmarks.vgg16"`.
-        arguments: Its command line; None takes that of the process.
-        packages: Further packages whose versions matter.
+        arguments: Its command line; `None` for that of the process.
+        packages: Further packages whose versions are recorded.
     """
     given = sys.argv[1:] if arguments is None else arguments
     return {
@@ -47,7 +46,7 @@ def write(path: Path, report: Mapping[str, Any], tables: Mapping[str, str]) -> N
 
     Args:
         path: The file.
-        report: Its provenance and its figures; the load after the run is added.
+        report: Provenance and figures; the load after the run is added.
         tables: Printed Markdown tables by name.
     """
     report = {**report, "load_average_after": os.getloadavg()[0]}
@@ -58,7 +57,7 @@ def write(path: Path, report: Mapping[str, Any], tables: Mapping[str, str]) -> N
 
 
 def markdown(lines: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table of equally long lines, the first its header."""
+    """Return a Markdown table of equally long lines, of which the first is the header."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = ["| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in lines]
     text.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
@@ -66,7 +65,7 @@ def markdown(lines: Sequence[Sequence[str]]) -> str:
 
 
 def hardware() -> dict[str, Any]:
-    """Return the facts that times depend on; the load is the one before the measurements."""
+    """Return the facts that times depend on, with the load before the measurements."""
     cpuinfo = Path("/proc/cpuinfo").read_text()
     meminfo = Path("/proc/meminfo").read_text()
     model = re.search(r"^model name\s*:\s*(.*)$", cpuinfo, re.MULTILINE)
@@ -82,7 +81,7 @@ def hardware() -> dict[str, Any]:
 
 
 def versions(packages: Sequence[str] = ()) -> dict[str, str]:
-    """Return the versions of all that runs, of `packages` too, and the commit where git knows it."""
+    """Return the versions of Python and of packages, and the commit if git knows it."""
     found = {"python": platform.python_version()}
     for package in ("tensorflow", "keras", "numpy", "tflms-sft", *packages):
         try:

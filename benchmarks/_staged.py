@@ -1,7 +1,6 @@
 """Child processes of `benchmarks.pipeline`: stages that sleep, a small network, and the papers' networks.
 
-A child has as many logical CPU devices as it needs. They have to be made before anything else is done with
-TensorFlow, so that each is a process of its own.
+Each measurement has a process of its own, because logical CPU devices must be created before TensorFlow is used.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ if TYPE_CHECKING:
     import keras
 
 CLASSES = 2
-"""Of the classifier: classical papillary carcinoma, or its tall cell variant."""
+"""Classes of the images: classical papillary carcinoma, and its tall cell variant."""
 
 CHANNELS = 4
-"""Of the images of the U-Nets."""
+"""Channels of the images of U-Nets."""
 
 WIDTH = 16
-"""Filters of the small network."""
+"""Filters of each convolution of the small network."""
 
-RECORDED = 5
+RECORDED_RUNS = 5
 """Runs whose allocations are recorded."""
 
 
 def logical_devices(count: int) -> list[str]:
-    """Makes logical CPU devices, and threads enough for each to work while others do; returns their names."""
+    """Create logical CPU devices, with enough threads for all of them to work concurrently; return their names."""
     import tensorflow as tf
 
     (cpu,) = tf.config.list_physical_devices("CPU")
@@ -44,12 +43,12 @@ def logical_devices(count: int) -> list[str]:
 
 
 def sleeping_step(devices: Sequence[str], forward: float, backward: float) -> Any:
-    """A training step whose stages take a fixed time, each with a weight on its device.
+    """Return a training step whose stages take a fixed time, each with a weight on its device.
 
     Args:
-        devices: One for each stage.
-        forward: Seconds in which each sleeps forward.
-        backward: The same backward.
+        devices: Device of each stage.
+        forward: Seconds of a stage in the forward pass.
+        backward: Seconds of a stage in the backward pass.
     """
     import tensorflow as tf
 
@@ -65,7 +64,7 @@ def sleeping_step(devices: Sequence[str], forward: float, backward: float) -> An
     @tf.custom_gradient
     def work(value: Any) -> Any:
         def gradient(incoming: Any) -> Any:
-            return slept(backward, incoming, value)  # It reads what its stage made, which tells whose it is.
+            return slept(backward, incoming, value)  # Reads a tensor of its stage, which assigns it to this stage.
 
         return slept(forward, value), gradient
 
@@ -92,7 +91,7 @@ def sleeping_step(devices: Sequence[str], forward: float, backward: float) -> An
 def time_sleeping(
     *, schedule: str, stages: int, micro_batches: int, forward: float, backward: float, steps: int, emit: _child.Emit
 ) -> dict[str, Any]:
-    """Returns seconds of the steps of a rewritten step whose stages sleep, and whether it computed what it should."""
+    """Return the times of a rewritten step whose stages sleep, and the largest difference from the original step."""
     del emit
     devices = logical_devices(stages)
     import tensorflow as tf
@@ -104,7 +103,7 @@ def time_sleeping(
     cuts: Any = [f"stage{number}" for number in range(stages - 1)] or 1
     rewritten = tflms_sft.rewrite(step, tflms_sft.PipelineParams(cuts, schedule, micro_batches, devices), batch)
     expected = _after_a_step(step, step.weights, batch)
-    found = _after_a_step(rewritten, step.weights, batch)  # It also pays for graph optimisation.
+    results = _after_a_step(rewritten, step.weights, batch)  # Includes graph optimisation, which is not timed.
     load, seconds = os.getloadavg()[0], []
     for _ in range(steps):
         began = time.perf_counter()
@@ -114,24 +113,24 @@ def time_sleeping(
         "seconds": seconds,
         "median": statistics.median(seconds),
         "load_average": load,
-        "off_by": max(abs(a / b - 1) for a, b in zip(found, expected, strict=True)),
+        "off_by": max(abs(a / b - 1) for a, b in zip(results, expected, strict=True)),
     }
 
 
 def _after_a_step(step: Any, weights: Sequence[Any], batch: Any) -> list[float]:
-    """The loss and the weights after one step; they are put back."""
+    """Return the loss and the weights after one step, and restore the weights."""
     start = [weight.numpy() for weight in weights]
-    found = [float(step(batch)), *(float(weight.numpy()) for weight in weights)]
+    results = [float(step(batch)), *(float(weight.numpy()) for weight in weights)]
     for weight, value in zip(weights, start, strict=True):
         weight.assign(value)
-    return found
+    return results
 
 
 # Memory of each device ----------------------------------------------------------------------------------------------
 
 
 def even_network(image_size: int, stages: int) -> keras.Model:
-    """Builds a network whose stages are alike: six convolutions each, all of one resolution."""
+    """Build a network of equal stages: six convolutions each, at one resolution."""
     import keras
 
     keras.utils.set_random_seed(0)
@@ -145,16 +144,16 @@ def even_network(image_size: int, stages: int) -> keras.Model:
 def device_memory(
     *, schedule: str, stages: int, micro_batches: int, samples: int, image_size: int, emit: _child.Emit
 ) -> dict[str, Any]:
-    """Returns the peak of each device, predicted and by its allocation records: the median of some runs.
+    """Return the peak of each device, predicted, and measured by allocation records: the median of some runs.
 
-    What crosses is not copied between logical CPU devices: it counts for who made it alone, and in the prediction for
-    who reads it too, as between devices with memories of their own.
+    Logical CPU devices do not copy the tensors that they transfer. The measurement counts such a tensor for the
+    sending device alone. The prediction counts it for the receiving device, too, as for devices with separate memories.
 
     Args:
-        schedule: Name of it.
-        stages: Of the network.
-        micro_batches: Of a step.
-        samples: Of a micro-batch.
+        schedule: Name of the schedule.
+        stages: Number of stages.
+        micro_batches: Number of micro-batches.
+        samples: Samples of a micro-batch.
         image_size: Height and width.
         emit: Not used.
     """
@@ -175,21 +174,21 @@ def device_memory(
     params = tflms_sft.PipelineParams(cuts, schedule, micro_batches, devices)
     rewritten = tflms_sft.rewrite(step, params, images, labels)
     peaks: dict[str, list[int]] = {name: [] for name in devices}
-    for _ in range(RECORDED):
+    for _ in range(RECORDED_RUNS):
         for line in tflms_sft.measure(rewritten, images, labels, timelines=True).timelines:
             peaks[line.device].append(line.peak_bytes)
-    given = sum(int(tensor.shape.num_elements()) * tensor.dtype.size for tensor in (images, labels))
-    told = rewritten.plan.pipeline
+    argument_bytes = sum(int(tensor.shape.num_elements()) * tensor.dtype.size for tensor in (images, labels))
+    device_arguments = {devices[0]: argument_bytes}
     return {
         "samples": batch,
-        "predicted_bytes": list(told.peak_bytes),
-        "measured_bytes": [statistics.median(peaks[name]) - (given if name == devices[0] else 0) for name in devices],
-        "argument_bytes": given,
+        "predicted_bytes": list(rewritten.plan.pipeline.peak_bytes),
+        "measured_bytes": [statistics.median(peaks[name]) - device_arguments.get(name, 0) for name in devices],
+        "argument_bytes": argument_bytes,
     }
 
 
 def _compiled_step(model: keras.Model) -> Any:
-    """A training step of a Keras model with cross-entropy and plain SGD, as a `tf.function`."""
+    """Return the training step of a Keras model with cross-entropy and SGD without momentum, as a `tf.function`."""
     import keras
     import tensorflow as tf
 
@@ -202,14 +201,15 @@ def _compiled_step(model: keras.Model) -> Any:
 
 
 def resnet_v2(image_size: int, blocks: int = 12) -> keras.Model:
-    """Builds a ResNet v2 of 9 * blocks + 2 layers, as the example of Keras defines it; 12 blocks are ResNet-110-v2.
+    """Build a ResNet v2 of 9 * blocks + 2 layers, as in the example of Keras; 12 blocks are ResNet-110-v2.
 
-    He et al., "Identity Mappings in Deep Residual Networks", 2016: three groups of bottleneck blocks, normalisation and
-    activation before each convolution. Its end is a mean over all of the image, so that images may be of any size.
+    He et al., "Identity Mappings in Deep Residual Networks" (2016): three groups of bottleneck blocks, with
+    normalisation and activation before each convolution. A mean over the image follows, so that images may have any
+    size.
 
     Args:
         image_size: Height and width.
-        blocks: In each of the three groups.
+        blocks: Blocks in each of the three groups.
     """
     import keras
 
@@ -240,9 +240,9 @@ def resnet_v2(image_size: int, blocks: int = 12) -> keras.Model:
 
 
 def unet(image_size: int, levels: int, convolutions: int, filters: int = 64, kernel: int = 3) -> keras.Model:
-    """Builds a U-Net as `tflms_sft.unets.Architecture` describes it: no padding, copies cropped and put beside.
+    """Build a U-Net as in `tflms_sft.unets.Architecture`: no padding, and cropped skip connections.
 
-    Levels end with the layers "level0", "level1", ... on the way down, and "level0_up" is the last on the way up.
+    Levels end with the layers "level0", "level1", ... on the way down, and with ..., "level0_up" on the way up.
     """
     import keras
 
@@ -251,22 +251,22 @@ def unet(image_size: int, levels: int, convolutions: int, filters: int = 64, ker
     def stack(x: Any, level: int, name: str) -> Any:
         for number in range(convolutions):
             last = number == convolutions - 1
-            # Zeros are faster to make than random numbers, and nothing here is run.
+            # Zeros are initialised faster than random numbers, and the network is not run.
             options = {"activation": "relu", "kernel_initializer": "zeros"} | ({"name": name} if last else {})
             x = layers.Conv2D(filters * 2**level, kernel, **options)(x)
         return x
 
     x = image = keras.Input((image_size, image_size, CHANNELS))
-    kept = []
+    skips = []
     for level in range(levels):
         x = stack(x, level, f"conv{level}")
         if level < levels - 1:
-            kept.append(x)
+            skips.append(x)
             x = layers.MaxPooling2D(2, name=f"level{level}")(x)
     for level in reversed(range(levels - 1)):
         x = layers.Conv2DTranspose(filters * 2**level, 2, 2, kernel_initializer="zeros", name=f"up{level}")(x)
-        more = kept[level].shape[1] - x.shape[1]
-        crop = layers.Cropping2D((more // 2, more - more // 2))(kept[level])
+        border = skips[level].shape[1] - x.shape[1]
+        crop = layers.Cropping2D((border // 2, border - border // 2))(skips[level])
         x = stack(layers.Concatenate()([crop, x]), level, f"level{level}_up")
     return keras.Model(image, layers.Conv2D(CLASSES, 1, name="logits")(x))
 
@@ -274,12 +274,12 @@ def unet(image_size: int, levels: int, convolutions: int, filters: int = 64, ker
 def stages_of(
     *, network: str, options: dict[str, Any], stages: int | list[str], image_size: int, emit: _child.Emit
 ) -> dict[str, Any]:
-    """Returns what the plan says of a network's stages for one image; it is traced and not run.
+    """Return the planned stages of a network for one image; the step is traced but not run.
 
     Args:
         network: "resnet_v2" or "unet".
-        options: Of the function of that name, but for the size of the image.
-        stages: Their number, or layers to cut at.
+        options: Arguments of the function of that name, without the image size.
+        stages: Number of stages, or layers to cut at.
         image_size: Height and width.
         emit: Not used.
     """
@@ -295,7 +295,6 @@ def stages_of(
     count = stages if isinstance(stages, int) else len(stages) + 1
     params = tflms_sft.PipelineParams(stages, devices=["CPU:0"] * count)
     plan = tflms_sft.rewrite(_compiled_step(model), params, *specs).plan
-    told = plan.pipeline
     return {
         "parameters": int(sum(weight.shape.num_elements() for weight in model.trainable_variables)),
         "layers": len(model.layers),
@@ -311,6 +310,6 @@ def stages_of(
                 "transfer": stage.transfer_seconds,
                 "peak_bytes": peak,
             }
-            for stage, peak in zip(told.stages, told.peak_bytes, strict=True)
+            for stage, peak in zip(plan.pipeline.stages, plan.pipeline.peak_bytes, strict=True)
         ],
     }

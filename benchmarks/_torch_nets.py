@@ -1,4 +1,4 @@
-"""Networks of `_nets`, layer by layer the same, in PyTorch: blocks in sequence, and what comes behind them."""
+"""Networks of `_nets` in PyTorch, equal layer by layer: a sequence of blocks, and a head."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 from benchmarks import _nets
 
 RESNET50 = ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2))
-"""Of each stage: filters, residual blocks, stride of the first."""
+"""Filters, number of residual blocks, and stride of the first block, for each stage."""
 
 EPSILON = 1.001e-5
-"""That of the normalisation in Keras' ResNets."""
+"""Epsilon of the normalisation in Keras's ResNets."""
 
 
 def vgg16() -> tuple[Any, Any]:
-    """The convolutions and pools of VGG-16, a block to a pool."""
+    """Build the convolutions and pools of VGG-16, with a block for each pool, and a head."""
     from torch import nn
 
     blocks, channels = [], 3
@@ -29,7 +29,7 @@ def vgg16() -> tuple[Any, Any]:
 
 
 def resnet50() -> tuple[Any, Any]:
-    """ResNet-50 as Keras has it: convolutions with biases, the stride in the first one of a block."""
+    """Build ResNet-50 of Keras: convolutions have biases, and the first one of a block has the stride."""
     from torch import nn
 
     class Residual(nn.Module):

@@ -2,9 +2,8 @@
 
     python -m benchmarks.accuracy [--runs 5] [--cases NAME ...] [--json accuracy.json]
 
-The prediction is the plan's, made before anything runs. Each measurement is a process of its own, in which
-`tflms_sft.measure` runs the step twice and tells the peak of the second: of TensorFlow's allocator, and of what was
-read from disk at the same time. The exit code is 1 if a median is not within `--within` of its prediction.
+Predictions are those of plans; `tflms_sft.measure` measures the peaks. The exit code is 1 if a prediction differs from
+the median of the measurements by more than `--within` of the median.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ MIB = 2**20
 
 NETS = {name: _nets.TASKS[name] for name in ("vgg16", *_nets.SWAPPED)}
 TILES = {"segments": [["image", "pool3", [4, 4]], ["pool3", "pool5", [2, 2]]]}
-ROWS = {"segments": [["image", "pool3", [12, 1]], ["pool3", "pool5", [6, 1]]], "halo": "carry"}
-STORED = {**ROWS, "stored": [["conv1_2", "conv2_2"], []]}
+STRIPS = {"segments": [["image", "pool3", [12, 1]], ["pool3", "pool5", [6, 1]]], "halo": "carry"}
+STRIPS_WITH_CHECKPOINTS = {**STRIPS, "stored": [["conv1_2", "conv2_2"], []]}
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A network and the rewriting of its step.
+    """A network, and the rewriting of its training step.
 
     Attributes:
         net: Key of `NETS`.
-        how: In words.
-        tiles: Segments, each with an entry, an exit and the number of tiles, and perhaps `halo` and for each segment
-            what is stored; None leaves it whole.
-        swaps: Fields of `LMSParams` besides `tier`; None swaps nothing.
+        how: Name of the rewriting.
+        tiles: `"segments"`, each with entry, exit and numbers of tiles, and optionally `"halo"` and the checkpointed
+            tensors of each segment, `"stored"`. `None` for an untiled step.
+        swaps: Fields of `LMSParams` besides `tier`; `None` for no swaps.
     """
 
     net: str
@@ -52,8 +51,8 @@ class Case:
 CASES = [
     Case("vgg16", "plain"),
     Case("vgg16", "tiled", tiles=TILES),
-    Case("vgg16", "in rows", tiles=ROWS),
-    Case("vgg16", "in rows, some stored", tiles=STORED),
+    Case("vgg16", "in rows", tiles=STRIPS),
+    Case("vgg16", "in rows, some stored", tiles=STRIPS_WITH_CHECKPOINTS),
     Case("vgg16", "swapped", swaps=_nets.LEAST_MEMORY),
     Case("vgg16", "tiled and swapped", tiles=TILES, swaps=_nets.LEAST_MEMORY),
     Case("resnet50", "plain"),
@@ -77,7 +76,7 @@ def examine(
     image_size: int | None,
     emit: _child.Emit,
 ) -> dict[str, Any]:
-    """Rewrites a step, runs it, and returns the predicted and the measured peak."""
+    """Rewrite a step, run it, and return the predicted and the measured peak."""
     del emit
     import tensorflow as tf
 
@@ -98,19 +97,19 @@ def examine(
         params.append(tflms_sft.SFTParams(segments=specs, halo=tiles.get("halo", "recompute")))
     if swaps is not None:
         params.append(tflms_sft.LMSParams(tier="disk", **swaps))
-    changed = tflms_sft.rewrite(step, params or tflms_sft.AutoParams("1TiB"), images, labels)
-    found = tflms_sft.measure(changed if params else step, images, labels)
-    return {"predicted": changed.plan.predicted.peak_bytes, "measured": found.peak_bytes, "source": found.source}
+    rewritten = tflms_sft.rewrite(step, params or tflms_sft.AutoParams("1TiB"), images, labels)
+    peak = tflms_sft.measure(rewritten if params else step, images, labels)
+    return {"predicted": rewritten.plan.predicted.peak_bytes, "measured": peak.peak_bytes, "source": peak.source}
 
 
 # ----------------------------------------------------------------------------------------------------------
 # In the parent.
 
 
-def row(case: Case, found: list[dict[str, Any]], within: float) -> tuple[list[str], bool]:
+def row(case: Case, runs: list[dict[str, Any]], within: float) -> tuple[list[str], bool]:
     """Return a line of the table, and whether the prediction is accurate."""
-    predicted = found[0]["predicted"]
-    measured = [one["measured"] for one in found]
+    predicted = runs[0]["predicted"]
+    measured = [run["measured"] for run in runs]
     median = statistics.median(measured)
     near = abs(predicted - median) <= within * median
     cells = (predicted, median, min(measured), max(measured))
@@ -122,37 +121,38 @@ def row(case: Case, found: list[dict[str, Any]], within: float) -> tuple[list[st
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parses the command line."""
+    """Parse the command line."""
     parser = _arguments.parser("benchmarks.accuracy", __doc__)
     add = parser.add_argument
     names = [case.name for case in CASES]
     add("--cases", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {names}; default: all")
-    add("--image-size", type=_arguments.positive, metavar="N", help="of all; default: each network's own")
-    add("--runs", type=_arguments.positive, default=5, help="processes for each; default: %(default)s")
-    add("--within", type=_arguments.part, default=0.15, help="part of the median; default: %(default)s")
+    add("--image-size", type=_arguments.positive, metavar="N", help="size of all images; default: that of each network")
+    add("--runs", type=_arguments.positive, default=5, help="processes per case; default: %(default)s")
+    within_help = "largest error of a prediction, as a fraction of the median; default: %(default)s"
+    add("--within", type=_arguments.part, default=0.15, help=within_help)
     add("--json", type=Path, metavar="FILE", help="file for all figures")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures, prints; returns 1 if a prediction is too far from what was measured."""
+    """Measure and print; return 1 if a prediction is too far from the measurements."""
     options = parse_arguments(arguments)
     header = _results.provenance("benchmarks.accuracy", arguments)
     title = f"Peak of a step, median of {options.runs}"
     lines = [[title, "predicted", "measured", "lowest", "highest", "predicted / measured"], ["---"] * 6]
-    near, report = True, {}
+    are_near, report = True, {}
     for case in (case for case in CASES if case.name in options.cases):
         kwargs = {"net": case.net, "tiles": case.tiles, "swaps": case.swaps, "image_size": options.image_size}
-        found = [_child.call_in_child("benchmarks.accuracy:examine", kwargs) for _ in range(options.runs)]
-        line, is_near = row(case, found, options.within)
+        runs = [_child.call_in_child("benchmarks.accuracy:examine", kwargs) for _ in range(options.runs)]
+        line, is_near = row(case, runs, options.within)
         print(", ".join(line), flush=True)
         lines.append(line)
-        near, report[case.name] = near and is_near, found
+        are_near, report[case.name] = are_near and is_near, runs
     printed = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     print(f"\n{printed}")
     if options.json:
         _results.write(options.json, {**header, "cases": report}, {"cases": printed})
-    return 0 if near else 1
+    return 0 if are_near else 1
 
 
 if __name__ == "__main__":

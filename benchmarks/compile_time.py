@@ -1,10 +1,9 @@
-"""Duration of rewriting ResNet-50's full Keras/Adam training step.
+"""Duration of rewriting a Keras training step of ResNet-50 with Adam.
 
     python -m benchmarks.compile_time [--runs 3]
 
-Prints the median time to trace the step, and of what comes on top: reading and analysing the graph, planning
-automatic segments, emitting the loops and importing the result. The process is warm: one round is not counted.
-With trainable BatchNorm the graph is largest and falls into the most segments.
+Prints the median times to trace the step and to rewrite it: read and analyse the graph, plan automatic segments, emit
+loops, and import the result. A first round is not counted. Trainable BatchNorm leads to the most ops and segments.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import tflms_sft
 
 
 def one_round(model: keras.Model, size: int) -> tuple[float, float, int, int]:
-    """(seconds to trace, seconds to rewrite on top, number of ops traced, number of segments)."""
+    """Return the seconds to trace, the seconds to rewrite, the number of traced ops, and the number of segments."""
     specs = (tf.TensorSpec((None, size, size, 3), tf.float32), tf.TensorSpec((None,), tf.int32))
     begin = time.perf_counter()
     traced = tf.function(model.train_step).get_concrete_function(specs)
@@ -32,7 +31,7 @@ def one_round(model: keras.Model, size: int) -> tuple[float, float, int, int]:
 
 
 def resnet(size: int, trainable: bool) -> keras.Model:
-    """ResNet-50 with Adam, ready to train."""
+    """Build and compile ResNet-50 with Adam."""
     model = keras.applications.ResNet50(weights=None, input_shape=(size, size, 3), classes=10)
     for layer in model.layers:
         if isinstance(layer, keras.layers.BatchNormalization):
@@ -43,7 +42,7 @@ def resnet(size: int, trainable: bool) -> keras.Model:
 
 
 def main() -> None:
-    """Run and print."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--image-size", type=int, default=224)
@@ -56,10 +55,10 @@ def main() -> None:
         keras.backend.clear_session()
         model = resnet(options.image_size, trainable)
         rounds = [one_round(model, options.image_size) for _ in range(options.runs + 1)][1:]
-        trace, top = (statistics.median(r[n] for r in rounds) for n in (0, 1))
+        trace, rewriting = (statistics.median(r[n] for r in rounds) for n in (0, 1))
         ops, segments = rounds[0][2:]
         mode = "trainable" if trainable else "frozen"
-        print(f"| {mode:9} | {ops:10} | {segments:8} | {trace:4.2f} s | {top:13.2f} s |", flush=True)
+        print(f"| {mode:9} | {ops:10} | {segments:8} | {trace:4.2f} s | {rewriting:13.2f} s |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Writes `docs/reference/supported.md`: what becomes of every Keras layer, and of the networks of `keras.applications`.
+"""Coverage of Keras layers and of networks of `keras.applications`; writes `docs/reference/supported.md`.
 
     python -m benchmarks.coverage [--networks NAME ...] [--layers NAME ...] [--results FILE] [--output FILE]
 
-What was found before stays in the file of results; only what is named is examined again.
+Only the named layers and networks are examined, by default all; the results file keeps the others.
 
-Every layer stands between two convolutions in a network of its own. The network is rewritten in tiles and trained for
-two steps from the same start as the plain one, in float64 where TensorFlow has kernels for it. Of the networks of
-`keras.applications`, with their normalisation in training mode, one step is compared in the same way, and peaks of a
-float32 step are measured, plain and with a budget for tiles alone. Each network has processes of its own.
+- **Layers.** Each layer stands between two convolutions in a network of its own. The network is rewritten with tiles
+  and trains for two steps from the same start as the original one, in float64 if TensorFlow has kernels for it.
+- **Networks.** One float64 step with normalisation in training mode is compared in the same way. Peaks of a float32
+  step are measured, plain and with a budget for tiles alone.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ NETWORKS = (
     "EfficientNetB0 EfficientNetV2B0 InceptionV3 InceptionResNetV2 Xception NASNetMobile ConvNeXtTiny"
 ).split()
 COMPARED_SIZE, MEASURED_SIZE, MEASURED_BATCH = 96, 224, 4
-BUDGETS = (0.5, 0.6, 0.75)
-NO_BARRIER = 2
-"""Loops of a segment without: forward and backward."""
-USUAL = ("the backward pass reads no tensor inside of it", "a tiled segment would save as many bytes")
-"""Reasons for which parts beside the layer are not rewritten."""
+BUDGET_FRACTIONS = (0.5, 0.6, 0.75)
+MAX_LOOPS_WITHOUT_BARRIER = 2
+"""Loops of a segment without barriers: forward and backward."""
+REASONS_OF_OTHER_OPS = ("the backward pass reads no tensor inside of it", "a tiled segment would save as many bytes")
+"""Reasons for which ops other than the layer's are not rewritten."""
 TILED, WITH_BARRIER, NOT_REWRITTEN = "tiled", "tiled, with a barrier", "not rewritten: "
 ENDS_SEGMENT = "ends a segment: a reduction over the image"
 
@@ -45,20 +45,20 @@ ENDS_SEGMENT = "ends a segment: a reduction over the image"
 
 
 def _difference(model: Any, batches: Sequence[Any], step: Callable[..., Any], fast: Callable[..., Any]) -> float:
-    """Largest relative difference of losses and variables (weights, statistics, optimizer slots) after the steps."""
+    """Return the largest relative difference of losses and variables (weights, statistics, slots) after the steps."""
     import numpy as np
 
     from tflms_sft._verify.differences import difference
 
     variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
     start = [np.array(variable) for variable in variables]
-    found = []
+    results = []
     for function in (step, fast):
         for variable, value in zip(variables, start, strict=True):
             variable.assign(value)
         losses = [np.array(function(*batch)) for batch in batches]
-        found.append([*losses, *(np.array(variable) for variable in variables)])
-    return max(difference(got, want) for want, got in zip(*found, strict=True))
+        results.append([*losses, *(np.array(variable) for variable in variables)])
+    return max(difference(got, want) for want, got in zip(*results, strict=True))
 
 
 def _step_of(model: Any) -> Any:
@@ -72,7 +72,7 @@ def _step_of(model: Any) -> Any:
 
 
 def examine_layer(*, layer: str, use: int, floatx: str, emit: _child.Emit) -> dict[str, Any]:
-    """Rewrites the network around one layer; returns loops, reasons and the difference."""
+    """Rewrite the network around one layer; return numbers of loops and segments, reasons and the difference."""
     del emit
     import keras
     import numpy as np
@@ -98,7 +98,7 @@ def examine_layer(*, layer: str, use: int, floatx: str, emit: _child.Emit) -> di
     batches = [(noise.normal(size=(3, *SIZES[rank], 2)).astype(floatx), np.arange(3)) for _ in range(2)]
     with longest_segments():
         fast = tflms_sft.rewrite(step, tflms_sft.SFTParams(num_tiles=GRIDS[rank]), *map(tf.constant, batches[0]))
-    # What comes last in all of these networks joins the axes, which ends the segment.
+    # The last layers of all these networks flatten the image, which ends the segment.
     reasons = [why for where, why in fast.plan.left_alone if "flattened" not in where and "'classes'" not in where]
     return {
         "loops": sum(segment.num_loops for segment in fast.plan.segments),
@@ -109,7 +109,7 @@ def examine_layer(*, layer: str, use: int, floatx: str, emit: _child.Emit) -> di
 
 
 def compare_network(*, network: str, emit: _child.Emit) -> dict[str, Any]:
-    """One step in float64 with everything on tiles."""
+    """Compare one float64 step in which all ops that can run in tiles do so."""
     del emit
     import keras
     import numpy as np
@@ -131,8 +131,8 @@ def compare_network(*, network: str, emit: _child.Emit) -> dict[str, Any]:
     }
 
 
-def measure_network(*, network: str, part: float | None, emit: _child.Emit) -> dict[str, Any]:
-    """Peaks of a float32 step, plain (`part` is None) or with tiles in that part of the plain peak."""
+def measure_network(*, network: str, fraction: float | None, emit: _child.Emit) -> dict[str, Any]:
+    """Measure the peak of a float32 step without weights and momenta: plain, or within a fraction of the plain peak."""
     del emit
     import numpy as np
     import tensorflow as tf
@@ -148,20 +148,20 @@ def measure_network(*, network: str, part: float | None, emit: _child.Emit) -> d
     )
     plain = tflms_sft.rewrite(step, tflms_sft.AutoParams("1TiB"), *batch).plan.original
     fixed = plain.fixed_bytes
-    if part is None:
-        found, ratio = tflms_sft.measure(step, *batch), 1.0
+    if fraction is None:
+        peak, time_ratio = tflms_sft.measure(step, *batch), 1.0
     else:
-        budget = int(fixed + part * (plain.peak_bytes - fixed))
+        budget = int(fixed + fraction * (plain.peak_bytes - fixed))
         try:
             fast = tflms_sft.rewrite(step, tflms_sft.AutoParams(budget, swap=False), *batch)
         except tflms_sft.BudgetError as error:
             return {"refused": str(error)}
-        found, ratio = tflms_sft.measure(fast, *batch), fast.plan.predicted.time_ratio
-    return {"peak": found.peak_bytes - fixed, "source": found.source, "cost": ratio}
+        peak, time_ratio = tflms_sft.measure(fast, *batch), fast.plan.predicted.time_ratio
+    return {"peak": peak.peak_bytes - fixed, "source": peak.source, "cost": time_ratio}
 
 
 def search_network(*, network: str, emit: _child.Emit) -> float:
-    """Return the seconds of a search for tiles and swaps within half of the plain peak, or until it is refused."""
+    """Return the seconds of a search for a plan within half of the plain peak, or until it raises `BudgetError`."""
     del emit
     import tensorflow as tf
 
@@ -187,25 +187,26 @@ def search_network(*, network: str, emit: _child.Emit) -> float:
 # In the parent.
 
 
-def outcome_of(found: dict[str, Any]) -> str:
+def outcome_of(figures: dict[str, Any]) -> str:
     """Return the outcome as text: tiled, with reductions over the image, or not rewritten, with the reason."""
-    told = dict.fromkeys(found["reasons"])
-    sums = [why for why in told if "everything after it waits" in why]
-    reasons = [why for why in told if why not in sums and not any(usual in why for usual in USUAL)]
-    if reasons:
-        return NOT_REWRITTEN + "; ".join(reasons)
-    if sums:
+    reasons = dict.fromkeys(figures["reasons"])
+    reductions = [reason for reason in reasons if "everything after it waits" in reason]
+    of_other_ops = [reason for reason in reasons if any(text in reason for text in REASONS_OF_OTHER_OPS)]
+    of_layer = [reason for reason in reasons if reason not in reductions and reason not in of_other_ops]
+    if of_layer:
+        return NOT_REWRITTEN + "; ".join(of_layer)
+    if reductions:
         return ENDS_SEGMENT
-    if not found["segments"]:
-        return NOT_REWRITTEN + "; ".join(told)
-    return TILED if found["loops"] <= NO_BARRIER else f"{WITH_BARRIER} ({found['loops']} loops)"
+    if not figures["segments"]:
+        return NOT_REWRITTEN + "; ".join(reasons)
+    return TILED if figures["loops"] <= MAX_LOOPS_WITHOUT_BARRIER else f"{WITH_BARRIER} ({figures['loops']} loops)"
 
 
 def layer_rows(name: str) -> list[list[str]]:
-    """Lines of the table of layers, one for each use of a layer."""
+    """Return the lines of a layer in the table, one for each use."""
     lines = []
-    for number, (what, rank, _) in enumerate(_coverage_layers.uses()[name]):
-        title = f"`{name}`" + (f", {what}" if what else "")
+    for number, (use, rank, _) in enumerate(_coverage_layers.uses()[name]):
+        title = f"`{name}`" + (f", {use}" if use else "")
         title += "" if name.endswith("D") or rank == 2 else f" ({rank}-D)"
         for floatx in ("float64", "float32"):
             outcome = _child.run_child(
@@ -225,22 +226,22 @@ def layer_rows(name: str) -> list[list[str]]:
 
 
 def network_row(name: str) -> list[str]:
-    """Line of the table of networks."""
+    """Return the line of a network in the table."""
     compared = _child.call_in_child(
         "benchmarks.coverage:compare_network", {"network": name}, env={"TF_ENABLE_ONEDNN_OPTS": "0"}
     )
     target = "benchmarks.coverage:measure_network"
-    plain = _child.call_in_child(target, {"network": name, "part": None})
-    memory = "no plan with tiles alone in " + f"{BUDGETS[-1]:.0%} of it"
-    for part in BUDGETS:
-        tiled = _child.call_in_child(target, {"network": name, "part": part})
+    plain = _child.call_in_child(target, {"network": name, "fraction": None})
+    memory = "no plan with tiles alone in " + f"{BUDGET_FRACTIONS[-1]:.0%} of it"
+    for fraction in BUDGET_FRACTIONS:
+        tiled = _child.call_in_child(target, {"network": name, "fraction": fraction})
         if "refused" not in tiled:
             memory = f"{tiled['peak'] / MIB:.0f} MiB, {tiled['peak'] / plain['peak']:.2f} of plain"
             memory += f", {tiled['cost']:.2f}x work"
             break
-    reasons = "; ".join(why for why in compared["reasons"] if "everything after it waits" not in why)
-    how = f"{compared['loops']} loops in {compared['segments']} segment(s)"
-    line = [f"`{name}`", how, reasons or "nothing", f"{compared['difference']:.0e}"]
+    reasons = "; ".join(reason for reason in compared["reasons"] if "everything after it waits" not in reason)
+    tiles = f"{compared['loops']} loops in {compared['segments']} segment(s)"
+    line = [f"`{name}`", tiles, reasons or "nothing", f"{compared['difference']:.0e}"]
     line += [f"{plain['peak'] / MIB:.0f} MiB", memory]
     line.append(f"{_child.call_in_child('benchmarks.coverage:search_network', {'network': name}):.0f} s")
     print(" | ".join(line), flush=True)
@@ -291,11 +292,11 @@ in float32 (resizing other than nearest, and layers without float64 kernels on a
 """
 
 IN_FLOAT32 = ("(float32)", "bilinear", "bicubic")
-"""Parts of lines of layers that compute in float32 in spite of float64 images."""
+"""Texts in the lines of layers that compute in float32, although the images are float64."""
 
 
 def page(networks: list[list[str]], layers: list[list[str]], versions: dict[str, str]) -> str:
-    """The whole page."""
+    """Return the text of the page."""
     others = [
         _filled(f"- {why}: " + ", ".join(f"`{name}`" for name in names.split()), "  ")
         for why, names in _coverage_layers.NOT_FOR_IMAGES.items()
@@ -343,12 +344,11 @@ def _largest(differences: Iterable[str]) -> str:
 
 
 def _exceptions(networks: list[list[str]]) -> str:
-    """A sentence for each set of reasons for which networks have more ops that are not rewritten."""
+    """Return a sentence for each set of reasons for which further ops of networks are not rewritten."""
     names: dict[str, list[str]] = {}
     for name, _, reasons, *_ in networks:
         names.setdefault(reasons, []).append(name)
-    found = (f"Others in {' and '.join(names[why])}: {why}." for why in names if why != "nothing")
-    return " ".join(found)
+    return " ".join(f"Others in {' and '.join(names[why])}: {why}." for why in names if why != "nothing")
 
 
 def _filled(text: str, indent: str = "") -> str:
@@ -356,13 +356,13 @@ def _filled(text: str, indent: str = "") -> str:
 
 
 def _names(layers: list[list[str]], accepts: Callable[[str], bool]) -> str:
-    """The layers with such an outcome, each with its uses in brackets."""
+    """Return the layers whose outcome is accepted, each with its uses in brackets."""
     uses: dict[str, list[str]] = {}
     for title, outcome, _ in layers:
         if accepts(outcome):
             name, _, use = re.sub(r" \(\d-D\)$", "", title).partition(", ")
             uses.setdefault(name, []).append(use)
-    return ", ".join(f"{name} ({'; '.join(found)})" if any(found) else name for name, found in uses.items())
+    return ", ".join(f"{name} ({'; '.join(texts)})" if any(texts) else name for name, texts in uses.items())
 
 
 def _table(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -379,7 +379,7 @@ def versions(*, emit: _child.Emit) -> dict[str, str]:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parses the command line."""
+    """Parse the command line."""
     parser = _arguments.parser("benchmarks.coverage", __doc__)
     layers = sorted(_coverage_layers.uses())
     parser.add_argument("--networks", nargs="*", choices=NETWORKS, default=NETWORKS, metavar="NAME")
@@ -393,7 +393,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Examines, prints and writes the page."""
+    """Examine layers and networks, print, and write the page."""
     options = parse_arguments(arguments)
     results: dict[str, Any] = {"layers": {}, "networks": {}}
     if options.results.exists():
@@ -402,10 +402,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in names:
             results[kind][name] = examine(name)  # type: ignore[operator]
             options.results.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
-    known = _child.call_in_child("benchmarks.coverage:versions", {})
+    page_versions = _child.call_in_child("benchmarks.coverage:versions", {})
     layers = [line for name in sorted(results["layers"]) for line in results["layers"][name]]
     networks = [results["networks"][name] for name in NETWORKS if name in results["networks"]]
-    options.output.write_text(page(networks, layers, known))
+    options.output.write_text(page(networks, layers, page_versions))
     return 0
 
 

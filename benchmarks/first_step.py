@@ -2,15 +2,14 @@
 
     python -m benchmarks.first_step [--cases NAME ...] [--part 0.5]
 
-Trains for four steps: plain, with a budget and an empty cache of plans, and with the same budget again, which takes the
-plan from the cache. Every training is a process of its own. All of a plain first step is *rest*, trace included; the
-parts of the others are:
+Each network trains for four steps: plain, with a budget and an empty plan cache, and with the same budget and the
+cached plan. The first step of plain training is all *rest*, tracing included. The parts of the others are:
 
-- *trace*: Keras's step becomes a graph;
-- *analyse*: the graph is read, made uniform and analysed;
-- *search*: tiles and swaps are chosen;
-- *emit*: loops and swaps become a graph;
-- *rest*: that graph enters Keras's function, TensorFlow optimises it, and the step runs.
+- *trace*: Keras's step is traced.
+- *analyse*: The graph is canonicalised and analysed.
+- *search*: The planner chooses tiles and swaps.
+- *emit*: Loops and swaps are emitted as a graph.
+- *rest*: Keras's function imports this graph, TensorFlow optimises it, and the step runs.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ DEFAULT_CASES = ("vgg16", "resnet50", "DenseNet121")
 
 
 def train(*, case: str, budget: int | None, emit: _child.Emit) -> dict[str, Any]:
-    """Trains; returns the seconds of each step, and those of the parts of the first one.
+    """Train; return the seconds of each step, and of the parts of the first step.
 
     Args:
         case: Name of a network of `benchmarks.planner`.
-        budget: Bytes; None trains with the plain step.
+        budget: Bytes; `None` for plain training.
         emit: Not used.
     """
     del emit
@@ -63,14 +62,14 @@ def train(*, case: str, budget: int | None, emit: _child.Emit) -> dict[str, Any]
 
 
 def _timed_parts() -> dict[str, float]:
-    """Returns a dict that gets the seconds of each part of the first step but the rest."""
+    """Time the parts of the first step, except the rest; return the dict that receives their seconds."""
     from tflms_sft._keras import train_step_patch
     from tflms_sft._rewrite import rewrite
 
     parts = dict.fromkeys(PARTS, 0.0)
 
     def replace(owner: Any, name: str, caller_part: str, part: str) -> None:
-        """Adds the seconds of a function to `part`, and takes them away from the part of its caller."""
+        """Add the seconds of a function to `part`, and subtract them from the part of its caller."""
         function: Callable[..., Any] = getattr(owner, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -97,7 +96,7 @@ def _timed_parts() -> dict[str, float]:
 
 
 def row(name: str, kind: str, measured: dict[str, Any]) -> str:
-    """Returns a row of the table: the parts of the first step, and the median of the later ones."""
+    """Return a row of the table: the parts of the first step, and the median of the later ones."""
     first, *later = measured["steps"]
     rest = first - sum(measured[part] for part in PARTS)
     seconds = [first, *(measured[part] for part in PARTS), rest, statistics.median(later)]
@@ -105,10 +104,11 @@ def row(name: str, kind: str, measured: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs and prints; returns the exit code."""
+    """Measure and print; return the exit code."""
     parser = _arguments.parser("benchmarks.first_step", __doc__)
     parser.add_argument("--cases", nargs="+", choices=list(planner.CASES), default=DEFAULT_CASES)
-    parser.add_argument("--part", type=_arguments.part, default=0.5, help="budget / the original step's predicted peak")
+    part_help = "budget as a fraction of the original step's predicted peak; default: %(default)s"
+    parser.add_argument("--part", type=_arguments.part, default=0.5, help=part_help)
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for all figures")
     options: argparse.Namespace = parser.parse_args(arguments)
     report, networks = _results.provenance("benchmarks.first_step", arguments), {}

@@ -1,11 +1,14 @@
-"""Swapping to disk: memory, time and bytes moved over the parameters of TFLMS.
+"""Memory, time and transferred bytes of swaps to disk, over the parameters of TFLMS.
 
     python -m benchmarks.lms [--net resnet50|unet3d] [--runs 1] [--plot lms.png] [--json lms.json]
     python -m benchmarks.lms --grid
 
-Trains ResNet-50 or a 3-D U-Net plain and with swaps, as the paper's Figures 6 to 9 vary them: tensors, lower bound,
-strategy, fused swap-ins, branches; and what the disk tier adds: the page cache, and one inter-op thread. Every cell is
-two processes of its own, one for the time and one for the memory. A run measures all cells in turn.
+Cells are configurations of training ResNet-50 or a 3-D U-Net. They vary number of tensors, lower bound, strategy,
+fused swap-ins, branches, page cache and inter-op threads. `--grid` measures each number of tensors with each lower
+bound. For cells without page cache, the program prints whether a step takes at most the plain time plus 1.2 times the
+transfer time at the disk's measured speed. The exit code is 1 if the training of a cell fails.
+
+Source: Figures 6 to 9 of Le et al., "TFLMS: Large Model Support in TensorFlow by Graph Rewriting" (2018).
 """
 
 from __future__ import annotations
@@ -31,15 +34,15 @@ GRID_BOUNDS = (1, 5, 20)
 
 @dataclasses.dataclass(frozen=True)
 class Variation:
-    """Parameter variations that suit a network.
+    """Values of parameters that suit a network.
 
     Attributes:
-        some: How many tensors the cell with fewer than all of them swaps.
-        enough: How many, with the strategy that needs least memory, bring it to about a third.
-        thresholds: `branch_threshold`s. Within a training BatchNorm a tensor's last reader comes up to 10 later in γ,
-            so that 0 swaps tensors that are needed at once; the shortcuts of ResNet-50 are 31 and 45 long, the skips
-            of the U-Net 30, 86 and 142.
-        grid: How many tensors the rows of the grid swap; -1 is all.
+        some: Number of tensors of the cell that swaps some of them.
+        enough: Number of tensors that, with the strategy of least memory, reduce memory to about a third.
+        thresholds: Values of `branch_threshold`. In a BatchNorm in training mode, the last consumer of a tensor comes
+            up to 10 levels γ after the tensor, so that 0 also swaps tensors that are needed soon. The shortcuts of
+            ResNet-50 span 31 and 45 levels, the skip connections of the U-Net 30, 86 and 142.
+        grid: Numbers of tensors in the grid; -1 for all.
     """
 
     some: int
@@ -77,7 +80,7 @@ def usual_cells(net: str) -> list[Cell]:
 
 
 def grid_cells(net: str) -> list[Cell]:
-    """The paper's Figures 6 and 7: numbers of tensors and lower bounds, each with each."""
+    """Return the cells of Figures 6 and 7 of the paper: each number of tensors with each lower bound."""
     return [
         Cell(None),
         *(Cell({"n_tensors": count, "lb": lb}) for count in VARIATIONS[net].grid for lb in GRID_BOUNDS),
@@ -85,10 +88,10 @@ def grid_cells(net: str) -> list[Cell]:
 
 
 def chosen_cells(net: str, names: Sequence[str], grid: bool) -> list[Cell]:
-    """The cells of a command line, with the plain ones that they are compared with.
+    """Return the cells of a command line, with the plain cells that they are compared with.
 
     Raises:
-        ValueError: For names that are no cells.
+        ValueError: If a name belongs to no cell.
     """
     known = {cell.name: cell for cell in (*usual_cells(net), *grid_cells(net))}
     unknown = sorted(set(names) - known.keys())
@@ -116,7 +119,7 @@ def measure(
     steps: int,
     emit: _child.Emit,
 ) -> dict[str, Any]:
-    """Trains in a child and returns its figures: times, or RSS, as the parent's environment allows."""
+    """Train; return step times for "time", the growth of RSS for "memory", and figures of the swaps."""
     import keras
 
     import tflms_sft
@@ -155,7 +158,7 @@ def measure(
 
 
 def disk_bandwidth(directory: str, nbytes: int = 2**29) -> tuple[float, float]:
-    """Bytes per second that the disk itself writes, and reads, in blocks one after another."""
+    """Return the bytes per second that the disk writes and reads sequentially, past the page cache."""
     block = bytearray(os.urandom(2**24))
     starts = range(0, nbytes, len(block))
     with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
@@ -165,7 +168,7 @@ def disk_bandwidth(directory: str, nbytes: int = 2**29) -> tuple[float, float]:
             os.pwrite(descriptor, block, start)
         os.fdatasync(descriptor)
         written = time.perf_counter() - began
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # else they come from the page cache
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # Otherwise reads come from the page cache.
         began = time.perf_counter()
         for start in starts:
             os.preadv(descriptor, [block], start)
@@ -173,21 +176,21 @@ def disk_bandwidth(directory: str, nbytes: int = 2**29) -> tuple[float, float]:
 
 
 def run(cells: Sequence[Cell], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Figures by cell, those of all runs together; a cell that fails says why and is not run again."""
+    """Return the figures of each cell, joined over all runs; a failed cell has the reason, and is not run again."""
     results: dict[str, dict[str, Any]] = {cell.name: {} for cell in cells}
     for index in range(options.runs):
         for cell in cells:
             for what in ("time", "memory"):
-                found = results[cell.name]
-                if "failed" in found:
+                figures = results[cell.name]
+                if "failed" in figures:
                     continue
                 outcome = _measured(cell, what, options)
-                told = "done" if outcome.ok else outcome.how_it_ended()
-                print(f"{index + 1}/{options.runs} {cell.name}: {what} {told}", flush=True)
+                progress = "done" if outcome.ok else outcome.how_it_ended()
+                print(f"{index + 1}/{options.runs} {cell.name}: {what} {progress}", flush=True)
                 if outcome.ok:
-                    join(found, outcome.result)
+                    join(figures, outcome.result)
                 else:
-                    found["failed"] = outcome.how_it_ended()
+                    figures["failed"] = outcome.how_it_ended()
                     print(outcome.log_tail(), file=sys.stderr, flush=True)
     return results
 
@@ -199,25 +202,26 @@ def _measured(cell: Cell, what: str, options: argparse.Namespace) -> _child.Outc
     return _child.run_child("benchmarks.lms:measure", kwargs, env=env)
 
 
-def join(found: dict[str, Any], figures: dict[str, Any]) -> None:
-    """Adds what one child measured: times and sizes are collected, the rest is the same in each."""
+def join(figures: dict[str, Any], result: dict[str, Any]) -> None:
+    """Add the result of one child to the figures of a cell: collect times and sizes, and set all other figures."""
     for key in ("step_seconds", "net_rss_bytes"):
-        found[key] = found.get(key, []) + figures.pop(key, [])
-    found |= figures
+        figures[key] = figures.get(key, []) + result.pop(key, [])
+    figures |= result
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parses the command line; `options.chosen` are the cells."""
+    """Parse the command line; `options.chosen` holds the cells."""
     parser = _arguments.parser("benchmarks.lms", __doc__)
     add, positive = parser.add_argument, _arguments.positive
     add("--net", choices=_nets.SWAPPED, default="resnet50")
-    add("--image-size", type=positive, metavar="N", help="height, width and depth; default: as the network has it")
-    add("--batch", type=positive, help="default: as the network has it")
-    add("--runs", type=positive, default=1, help="children of each cell and kind of measurement")
-    add("--warmup", type=positive, default=1, help="steps before the counted ones")
-    add("--steps", type=positive, default=3, help="counted steps of each child")
-    add("--cells", nargs="+", default=[], metavar="NAME", help="cells by name, with their plain ones")
-    add("--grid", action="store_true", help="several n_tensors x several lb, instead of the usual cells")
+    add("--image-size", type=positive, metavar="N", help="height, width and depth; default: that of the network")
+    add("--batch", type=positive, help="batch size; default: that of the network")
+    runs_help = "child processes per cell and kind of measurement; default: %(default)s"
+    add("--runs", type=positive, default=1, help=runs_help)
+    add("--warmup", type=positive, default=1, help="steps before the counted ones; default: %(default)s")
+    add("--steps", type=positive, default=3, help="counted steps of each child; default: %(default)s")
+    add("--cells", nargs="+", default=[], metavar="NAME", help="names of cells, whose plain cells are added")
+    add("--grid", action="store_true", help="cells of the grid instead of the default cells")
     add("--plot", type=Path, metavar="FILE.png", help="picture of memory and time; needs matplotlib")
     add("--json", type=Path, metavar="FILE", help="file for all figures")
     options = parser.parse_args(arguments)
@@ -234,7 +238,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures, prints and writes the figures."""
+    """Measure, print and write the figures."""
     options = parse_arguments(arguments)
     cells, directory = options.chosen, tempfile.gettempdir()
     before = disk_bandwidth(directory)
@@ -249,12 +253,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(printed)
     print(_lms_report.bounds(cells, results, write, read))
     if options.json:
-        asked = {name: getattr(options, name) for name in ("net", "image_size", "batch", "runs", "warmup", "steps")}
-        report = {**_results.provenance("benchmarks.lms", arguments), "options": asked, "disk": disks}
+        settings = {name: getattr(options, name) for name in ("net", "image_size", "batch", "runs", "warmup", "steps")}
+        report = {**_results.provenance("benchmarks.lms", arguments), "options": settings, "disk": disks}
         _results.write(options.json, {**report, "cells": results}, {"cells": printed})
     if options.plot:
         _lms_report.draw(f"{title}, {options.image_size} px, batch {options.batch}", cells, results, options.plot)
-    return 1 if any("failed" in found for found in results.values()) else 0
+    return 1 if any("failed" in figures for figures in results.values()) else 0
 
 
 if __name__ == "__main__":

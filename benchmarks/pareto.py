@@ -1,8 +1,8 @@
-"""Draws memory against time as the budget search predicts them, with what was measured on top.
+"""Predicted peak and time of plans for ten budgets, with measured ones, as a table and a picture.
 
-    python -m benchmarks.pareto --image-size 2048 --measured benchmarks/results/vgg16_2048_*.json --plot front.png
+    python -m benchmarks.pareto --image-size 2048 --measured benchmarks/results/vgg16_2048.json --plot front.png
 
-README.md beside this file says what the figures mean.
+No step is run. Budgets are for tiles alone; the first one that no plan meets ends the search.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 
 from benchmarks import _arguments, _child, _compare, _nets, _results
 
-PARTS = (0.8, 0.6, 0.45, 0.35, 0.27, 0.21, 0.17, 0.15, 0.135, 0.12)
-"""Budgets that are planned for, over the predicted peak of the plain step."""
+BUDGET_FRACTIONS = (0.8, 0.6, 0.45, 0.35, 0.27, 0.21, 0.17, 0.15, 0.135, 0.12)
+"""Budgets, over the predicted peak of the original step."""
 
 GIB = 2**30
 
@@ -30,16 +30,16 @@ Point = dict[str, Any]
 # In the child.
 
 
-def front(*, spec: dict[str, Any], parts: Sequence[float], emit: _child.Emit) -> dict[str, Any]:
-    """Plans for every budget and runs nothing.
+def front(*, spec: dict[str, Any], fractions: Sequence[float], emit: _child.Emit) -> dict[str, Any]:
+    """Plan for every budget, without running a step.
 
     Args:
         spec: Fields of a `_compare.Spec`.
-        parts: Budgets, over the predicted peak of the plain step.
-        emit: Gets each point.
+        fractions: Budgets, over the predicted peak of the original step.
+        emit: Called with each point.
 
     Returns:
-        The plain step's predicted peak, and a point for each budget that a plan meets.
+        The predicted peak of the original step, and a point for each budget that a plan meets.
     """
     import tensorflow as tf
 
@@ -52,15 +52,15 @@ def front(*, spec: dict[str, Any], parts: Sequence[float], emit: _child.Emit) ->
     step = tf.function(lambda images, labels: model.train_step((images, labels)), autograph=False)
     plain = tflms_sft.rewrite(step, tflms_sft.AutoParams("1TiB"), *batch).plan.original.peak_bytes
     points = []
-    for part in parts:
+    for fraction in fractions:
         try:
-            plan = tflms_sft.rewrite(step, tflms_sft.AutoParams(int(part * plain), swap=False), *batch).plan
+            plan = tflms_sft.rewrite(step, tflms_sft.AutoParams(int(fraction * plain), swap=False), *batch).plan
         except tflms_sft.BudgetError as error:
-            emit({"part": part, "smallest_bytes": error.smallest_bytes})
+            emit({"fraction": fraction, "smallest_bytes": error.smallest_bytes})
             break
         halos = sorted({segment.halo for segment in plan.segments})
         point = {
-            "budget_bytes": int(part * plain),
+            "budget_bytes": int(fraction * plain),
             "peak_bytes": plan.predicted.peak_bytes,
             "time_ratio": plan.predicted.time_ratio,
             "halos": halos,
@@ -75,14 +75,14 @@ def front(*, spec: dict[str, Any], parts: Sequence[float], emit: _child.Emit) ->
 
 
 def measured_points(paths: Sequence[Path], spec: _compare.Spec) -> list[Point]:
-    """Measured memory and time of what `vgg16` and the like wrote, relative to the plain step of the same run.
+    """Return memory and time from results of programs such as `vgg16`, with times relative to plain training.
 
-    Titles begin with the names of the files, of several without what they have in common.
+    Titles begin with the names of the files, without the prefix that all of them have.
 
     Raises:
-        ValueError: If a file is of another network, size or batch.
+        ValueError: If a file belongs to another network, image size or batch size.
     """
-    found = []
+    points = []
     common = os.path.commonprefix([path.stem for path in paths]) if len(paths) > 1 else ""
     common = common[: common.rfind("_") + 1]
     wanted = {"net": spec.net, "image_size": spec.image_size, "batch": spec.batch}
@@ -95,7 +95,7 @@ def measured_points(paths: Sequence[Path], spec: _compare.Spec) -> list[Point]:
             if not {"peak_bytes", "step_seconds_median", "cpu_seconds_median"} <= ratios.keys():
                 continue
             figures = report["results"][title]
-            found.append(
+            points.append(
                 {
                     "title": f"{path.stem.removeprefix(common)}: {title}",
                     "peak_bytes": figures["peak_bytes"],
@@ -104,11 +104,11 @@ def measured_points(paths: Sequence[Path], spec: _compare.Spec) -> list[Point]:
                     "net_ratio": ratios.get("net_rss_bytes"),
                 }
             )
-    return found
+    return points
 
 
 def table(plain_bytes: int, points: Sequence[Point], measured: Sequence[Point]) -> str:
-    """Both, as a Markdown table."""
+    """Return predicted and measured points as a Markdown table."""
     lines = [["", "budget", "peak_bytes", "plain/", "time", "processor time", "net RSS"]]
     for point in points:
         size, ratio = _compare.shown_size(point["peak_bytes"]), plain_bytes / point["peak_bytes"]
@@ -124,7 +124,7 @@ def table(plain_bytes: int, points: Sequence[Point], measured: Sequence[Point]) 
 
 
 def draw(path: Path, title: str, plain_bytes: int, points: Sequence[Point], measured: Sequence[Point]) -> None:
-    """The predicted front as a line, measured points on it."""
+    """Draw the predicted front as a line, and the measured points."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -137,8 +137,8 @@ def draw(path: Path, title: str, plain_bytes: int, points: Sequence[Point], meas
     kinds = {(): ("plain", "s"), ("recompute",): ("tiles", "^"), ("carry",): ("rows", "o")}
     for halos in dict.fromkeys(tuple(p["halos"]) for p in points):
         name, marker = kinds.get(halos, ("rows and tiles", "D"))
-        own = [p for p in points if tuple(p["halos"]) == halos]
-        xs, ys = [p["peak_bytes"] / GIB for p in own], [p["time_ratio"] for p in own]
+        shown = [p for p in points if tuple(p["halos"]) == halos]
+        xs, ys = [p["peak_bytes"] / GIB for p in shown], [p["time_ratio"] for p in shown]
         axes.plot(xs, ys, marker, color="0.45", label=f"predicted: {name}")
     if measured:
         xs = [p["peak_bytes"] / GIB for p in measured]
@@ -155,15 +155,16 @@ def draw(path: Path, title: str, plain_bytes: int, points: Sequence[Point], meas
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parses the command line."""
+    """Parse the command line."""
     parser = _arguments.parser("benchmarks.pareto", __doc__)
     add = parser.add_argument
     add("--image-size", type=_arguments.positive, required=True, metavar="N")
     add("--model", choices=sorted(_nets.TASKS), default="vgg16")
     add("--batch", type=_arguments.positive, default=1)
-    add("--measured", type=Path, nargs="+", default=[], metavar="FILE.json", help="what other programs wrote")
-    add("--plot", type=Path, metavar="FILE.png", help="picture; needs matplotlib")
-    add("--json", type=Path, metavar="PATH", help="where the figures go")
+    measured_help = "results of programs such as `vgg16` for the same network, image size and batch size"
+    add("--measured", type=Path, nargs="+", default=[], metavar="FILE.json", help=measured_help)
+    add("--plot", type=Path, metavar="FILE.png", help="picture of memory and time; needs matplotlib")
+    add("--json", type=Path, metavar="PATH", help="file for all figures")
     options = parser.parse_args(arguments)
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install matplotlib")
@@ -174,23 +175,23 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Plans, prints, writes and draws."""
+    """Plan, print, write and draw."""
     options = parse_arguments(arguments)
     spec = _compare.Spec(options.model, options.image_size, options.batch, 1, 1, "cpu")
     try:
         measured = measured_points(options.measured, spec)
     except (ValueError, OSError) as error:
         sys.exit(str(error))
-    kwargs = {"spec": dataclasses.asdict(spec), "parts": list(PARTS)}
-    found = _child.call_in_child("benchmarks.pareto:front", kwargs)
-    printed = table(found["plain_bytes"], found["points"], measured)
+    kwargs = {"spec": dataclasses.asdict(spec), "fractions": list(BUDGET_FRACTIONS)}
+    predicted = _child.call_in_child("benchmarks.pareto:front", kwargs)
+    printed = table(predicted["plain_bytes"], predicted["points"], measured)
     print(printed)
     if options.json:
-        report = {**_results.provenance("benchmarks.pareto", arguments), **found, "measured": measured}
+        report = {**_results.provenance("benchmarks.pareto", arguments), **predicted, "measured": measured}
         _results.write(options.json, report, {"front": printed})
     if options.plot:
         title = f"{options.model}, {options.image_size} px, batch {options.batch}"
-        draw(options.plot, title, found["plain_bytes"], found["points"], measured)
+        draw(options.plot, title, predicted["plain_bytes"], predicted["points"], measured)
         print(f"Drawn: {options.plot}")
     return 0
 

@@ -1,16 +1,16 @@
-"""Predicted and measured peaks and times of plans for eight networks under three budgets each.
+"""Accuracy of predicted peaks and times of plans, for eight networks with three budgets each.
 
     python -m benchmarks.planner [--runs 2] [--peaks 3] [--cases NAME ...] [--parts 4/5 3/5 ...] [--json planner.json]
 
-A budget is a part of what the plain step is predicted to need: 4/5, 3/5 and 2/5, for the U-Nets 1/2, whose volumes at
-the highest resolution leave no less where the plain step unfolds nothing (with oneDNN). Every run is a process of its
-own: it plans, trains some steps, the plain and the rewritten one in turns, so that a drift of the machine meets both
-alike, and measures the peaks of some more (`tflms_sft.measure`). The time of a plan is the median over all pairs of
-steps.
+Budgets are 4/5, 3/5 and 2/5 of the original step's predicted peak; U-Nets, whose volumes at full resolution need more
+than 2/5, have 1/2 instead. Every run plans, times the original and the rewritten step in turns, and measures peaks
+with `tflms_sft.measure`. The time ratio is the median over all pairs of steps.
 
-Three questions are put to every plan. Is the largest measured peak within the budget? Is the median within 10 % of the
-predicted peak? Is the ratio of the median times within 15 % of the predicted one? The exit code is 0 if all plans keep
-the first, 11 of 12 the second, and 5 of 6 the third.
+The exit code is 0 if all of these hold:
+
+- The largest measured peak of every plan is within its budget.
+- The median peak of at least 11 of 12 plans is within 10 % of the predicted one.
+- The time ratio of at least 5 of 6 plans is within 15 % of the predicted one.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from benchmarks import _arguments, _child, _nets, _results
 
 MIB = 2**20
 
-NEAR_PEAK, NEAR_TIME = 0.10, 0.15
-"""How far a median may be from what was predicted."""
+MAX_PEAK_ERROR, MAX_TIME_ERROR = 0.10, 0.15
+"""Largest relative difference of a median peak, and of a median time ratio, that counts as near the prediction."""
 
-ENOUGH_PEAKS, ENOUGH_TIMES = 11 / 12, 5 / 6
-"""Parts of the plans that have to be near."""
+MIN_NEAR_PEAKS_FRACTION, MIN_NEAR_TIMES_FRACTION = 11 / 12, 5 / 6
+"""Fractions of the plans that have to be near their predictions."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +40,11 @@ class Case:
     """A network and its training data.
 
     Attributes:
-        name: In the table, and on the command line.
+        name: Name in the table and on the command line.
         task: The network.
         image_size: Height, width and depth.
-        batch: Images of a batch.
-        parts: Budgets, over what the plain step needs.
+        batch: Batch size.
+        parts: Budgets, over the original step's predicted peak.
     """
 
     name: str
@@ -54,12 +54,12 @@ class Case:
     parts: tuple[str, ...] = ("4/5", "3/5", "2/5")
 
 
-def _of(name: str, image_size: int, batch: int) -> Case:
+def _task(name: str, image_size: int, batch: int) -> Case:
     return Case(name, _nets.TASKS[name], image_size, batch)
 
 
 def _unet(name: str, image_size: int) -> Case:
-    return dataclasses.replace(_of(name, image_size, 1), parts=("4/5", "3/5", "1/2"))
+    return dataclasses.replace(_task(name, image_size, 1), parts=("4/5", "3/5", "1/2"))
 
 
 def _application(name: str, image_size: int, batch: int) -> Case:
@@ -71,9 +71,9 @@ def _application(name: str, image_size: int, batch: int) -> Case:
 CASES = {
     case.name: case
     for case in (
-        _of("vgg16", 640, 1),
-        _of("darknet19", 1024, 1),
-        _of("resnet50", 320, 4),
+        _task("vgg16", 640, 1),
+        _task("darknet19", 1024, 1),
+        _task("resnet50", 320, 4),
         _application("MobileNetV2", 256, 4),
         _application("DenseNet121", 224, 2),
         _application("Xception", 320, 2),
@@ -88,7 +88,7 @@ CASES = {
 
 
 def examine(*, case: str, budget: int, steps: int, peaks: int, emit: _child.Emit) -> dict[str, Any]:
-    """Plans for a budget in bytes, trains, and returns what was promised and what was measured."""
+    """Plan for a budget in bytes, train, and return predictions and measurements."""
     del emit
     import tensorflow as tf
 
@@ -97,22 +97,22 @@ def examine(*, case: str, budget: int, steps: int, peaks: int, emit: _child.Emit
     chosen = CASES[case]
     step = chosen.task.step(chosen.image_size, chosen.batch)
     batch = tuple(map(tf.constant, chosen.task.noise(chosen.image_size, chosen.batch)))
-    step.get_concrete_function()  # Tracing is no part of planning.
+    step.get_concrete_function()  # Traces the step, so that planning is timed without it.
     began = time.perf_counter()
-    changed = tflms_sft.rewrite(step, tflms_sft.AutoParams(budget), *batch)
+    rewritten = tflms_sft.rewrite(step, tflms_sft.AutoParams(budget), *batch)
     planned = time.perf_counter() - began
-    for run in (step, changed):
-        run(*batch).numpy()  # It also pays for graph optimisation.
-    pairs = [(_timed(step, batch), _timed(changed, batch)) for _ in range(steps)]
-    found = [tflms_sft.measure(changed, *batch) for _ in range(peaks)]
-    plan = changed.plan
+    for run in (step, rewritten):
+        run(*batch).numpy()  # Includes graph optimisation, which is not timed.
+    pairs = [(_timed(step, batch), _timed(rewritten, batch)) for _ in range(steps)]
+    measurements = [tflms_sft.measure(rewritten, *batch) for _ in range(peaks)]
+    plan = rewritten.plan
     return {
         "predicted_bytes": plan.predicted.peak_bytes,
         "predicted_ratio": plan.predicted.time_ratio,
         "planned_seconds": planned,
         "headline": plan.headline(),
-        "peaks": [one.peak_bytes for one in found],
-        "source": found[0].source,
+        "peaks": [measurement.peak_bytes for measurement in measurements],
+        "source": measurements[0].source,
         "seconds": pairs,
     }
 
@@ -124,7 +124,7 @@ def _timed(run: Any, batch: Any) -> float:
 
 
 def plain_peak(*, case: str, emit: _child.Emit) -> int:
-    """Returns the predicted peak of the plain step, which is traced and not run."""
+    """Return the predicted peak of the original step, which is traced but not run."""
     del emit
     import tflms_sft
 
@@ -152,18 +152,20 @@ class Verdict:
     near_time: bool
 
 
-Found = Sequence[dict[str, Any]]
-"""What children returned, of one budget."""
+Runs = Sequence[dict[str, Any]]
+"""Results of the children for one budget."""
 
 
-def row(name: str, budget: int, found: Found) -> tuple[list[str], Verdict]:
+def row(name: str, budget: int, runs: Runs) -> tuple[list[str], Verdict]:
     """Return a line of the table, and the verdict on the plan."""
-    predicted, ratio = found[0]["predicted_bytes"], found[0]["predicted_ratio"]
-    peaks = [peak for one in found for peak in one["peaks"]]
+    predicted, ratio = runs[0]["predicted_bytes"], runs[0]["predicted_ratio"]
+    peaks = [peak for run in runs for peak in run["peaks"]]
     median = statistics.median(peaks)
-    measured = statistics.median(rewritten / plain for one in found for plain, rewritten in one["seconds"])
+    measured = statistics.median(rewritten / plain for run in runs for plain, rewritten in run["seconds"])
     verdict = Verdict(
-        max(peaks) <= budget, abs(median / predicted - 1) <= NEAR_PEAK, abs(ratio / measured - 1) <= NEAR_TIME
+        within=max(peaks) <= budget,
+        near_peak=abs(median / predicted - 1) <= MAX_PEAK_ERROR,
+        near_time=abs(ratio / measured - 1) <= MAX_TIME_ERROR,
     )
     return [
         name,
@@ -172,14 +174,14 @@ def row(name: str, budget: int, found: Found) -> tuple[list[str], Verdict]:
         f"{max(peaks) / MIB:.0f} MiB" + ("" if verdict.within else " OVER"),
         f"{ratio:.2f}",
         f"{measured:.2f} ({ratio / measured - 1:+.0%})" + ("" if verdict.near_time else " far"),
-        f"{statistics.median(one['planned_seconds'] for one in found):.0f} s",
+        f"{statistics.median(run['planned_seconds'] for run in runs):.0f} s",
     ], verdict
 
 
 def failed_row(name: str, budget: int) -> tuple[list[str], Verdict]:
-    """The line of a budget that was not met at all, which keeps nothing."""
-    rest = ["-"] * (len(HEADINGS) - 3)
-    return [name, f"{budget / MIB:.0f} MiB", "FAILED", *rest], Verdict(False, False, False)
+    """Return the line of a budget for which a run failed, and the verdict."""
+    dashes = ["-"] * (len(HEADINGS) - 3)
+    return [name, f"{budget / MIB:.0f} MiB", "FAILED", *dashes], Verdict(False, False, False)
 
 
 HEADINGS = [
@@ -201,62 +203,63 @@ def totals(verdicts: Sequence[Verdict]) -> tuple[str, bool]:
         sum(getattr(verdict, name) for verdict in verdicts) for name in ("within", "near_peak", "near_time")
     )
     text = (
-        f"{number} plans: largest peak within the budget in {within}, median within {NEAR_PEAK:.0%} of the predicted "
-        f"peak in {peaks}, time ratio within {NEAR_TIME:.0%} in {times}"
+        f"{number} plans: largest peak within the budget in {within}, median within {MAX_PEAK_ERROR:.0%} of the "
+        f"predicted peak in {peaks}, time ratio within {MAX_TIME_ERROR:.0%} in {times}"
     )
-    return text, within == number and peaks >= ENOUGH_PEAKS * number and times >= ENOUGH_TIMES * number
+    are_near = peaks >= MIN_NEAR_PEAKS_FRACTION * number and times >= MIN_NEAR_TIMES_FRACTION * number
+    return text, within == number and are_near
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parses the command line."""
+    """Parse the command line."""
     parser = _arguments.parser("benchmarks.planner", __doc__)
     add = parser.add_argument
     names = list(CASES)
     add("--cases", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {names}; default: all")
     add("--parts", nargs="+", type=_arguments.budget, metavar="PART", help="budgets; default: three for each network")
-    add("--runs", type=_arguments.positive, default=2, help="processes for each; default: %(default)s")
-    add("--peaks", type=_arguments.positive, default=3, help="peaks that each of them measures; default: %(default)s")
-    add("--steps", type=_arguments.positive, default=5, help="pairs of steps that are timed; default: %(default)s")
+    add("--runs", type=_arguments.positive, default=2, help="processes per plan; default: %(default)s")
+    add("--peaks", type=_arguments.positive, default=3, help="measured peaks per process; default: %(default)s")
+    add("--steps", type=_arguments.positive, default=5, help="timed pairs of steps per process; default: %(default)s")
     add("--json", type=Path, metavar="FILE", help="file for all figures")
     return parser.parse_args(arguments)
 
 
 def _runs(case: str, budgets: Sequence[int], options: argparse.Namespace) -> list[list[dict[str, Any]]]:
-    """The figures of each budget, or why there are none."""
-    found: list[list[dict[str, Any]]] = [[] for _ in budgets]
+    """Return the results of all runs for each budget; a failed run has the reason."""
+    runs: list[list[dict[str, Any]]] = [[] for _ in budgets]
     for _ in range(options.runs):
-        for results, budget in zip(found, budgets, strict=True):
+        for results, budget in zip(runs, budgets, strict=True):
             kwargs = {"case": case, "budget": budget, "steps": options.steps, "peaks": options.peaks}
             try:
                 results.append(_child.call_in_child("benchmarks.planner:examine", kwargs))
             except _child.ChildError as error:
                 results.append({"failed": _child.first_line(str(error))})
-    return found
+    return runs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures, prints; returns 1 if too few plans kept what they promised."""
+    """Measure and print; return 1 if the conditions for the exit code 0 do not hold."""
     options = parse_arguments(arguments)
     report = _results.provenance("benchmarks.planner", arguments)
     lines, verdicts, networks = [HEADINGS, ["---"] * len(HEADINGS)], [], {}
     for case in options.cases:
-        needed = _child.call_in_child("benchmarks.planner:plain_peak", {"case": case})
-        budgets = [_arguments.budget_bytes(part, needed) for part in options.parts or CASES[case].parts]
-        found = _runs(case, budgets, options)
-        networks[case] = {str(budget): own for budget, own in zip(budgets, found, strict=True)}
-        for budget, own in zip(budgets, found, strict=True):
-            failed = next((one["failed"] for one in own if "failed" in one), None)
-            line, verdict = row(case, budget, own) if failed is None else failed_row(case, budget)
+        original_bytes = _child.call_in_child("benchmarks.planner:plain_peak", {"case": case})
+        budgets = [_arguments.budget_bytes(part, original_bytes) for part in options.parts or CASES[case].parts]
+        results = _runs(case, budgets, options)
+        networks[case] = {str(budget): runs for budget, runs in zip(budgets, results, strict=True)}
+        for budget, runs in zip(budgets, results, strict=True):
+            failed = next((run["failed"] for run in runs if "failed" in run), None)
+            line, verdict = row(case, budget, runs) if failed is None else failed_row(case, budget)
             print(" | ".join(line), flush=True)
-            print(f"    {own[0]['headline'] if failed is None else failed}", flush=True)
+            print(f"    {runs[0]['headline'] if failed is None else failed}", flush=True)
             lines.append(line)
             verdicts.append(verdict)
-        text, enough = totals(verdicts)
+        text, suffices = totals(verdicts)
         printed = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-        if options.json:  # After each network: an hour may be lost otherwise.
+        if options.json:  # After each network, because a later failure would otherwise lose an hour of results.
             _results.write(options.json, {**report, "networks": networks, "totals": text}, {"plans": printed})
     print(f"\n{printed}\n\n{text}")
-    return 0 if enough else 1
+    return 0 if suffices else 1
 
 
 if __name__ == "__main__":

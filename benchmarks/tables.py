@@ -2,14 +2,14 @@
 
     python -m benchmarks.tables [--check]
 
-A page names them in comments, which a reader of the page does not see:
+A page names them in comments:
 
-    <!-- table: vgg16_2048.json steps -->      the lines up to `<!-- end -->` are that table
-    1.24x<!-- vgg16_2048.json: path / to / value -->      the number before the comment is that value
+    <!-- table: vgg16_2048.json steps -->                 the table stands between this line and `<!-- end -->`
+    1.24x<!-- vgg16_2048.json: path / to / value -->      the number before the comment is this value
 
-A path goes through the file by keys and indices. `over` divides two values of a file: `a / b over c / b`. The number
-keeps its decimals and its unit: MiB and GiB are of bytes, % of fractions, and min of seconds. `--check` changes no
-page, and the exit code is 1 if one differs.
+A path consists of keys and indices. `over` divides two values of a file: `a / b over c / b`. A number keeps its
+decimals and its unit: MiB and GiB for bytes, % for fractions, min for seconds. `--check` changes no page. Its exit code
+is 1 if a page differs.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def value(name: str, path: str) -> float:
     """
     numbers = []
     for part in path.split(" over "):
-        found: Any = results(name)
+        node: Any = results(name)
         for key in part.split(" / "):
             key = key.strip()
-            found = found[int(key)] if isinstance(found, list) else found[key]
-        numbers.append(float(found))
+            node = node[int(key)] if isinstance(node, list) else node[key]
+        numbers.append(float(node))
     return numbers[0] / numbers[1] if len(numbers) == 2 else numbers[0]
 
 
@@ -57,7 +57,7 @@ def updated(text: str, tables: dict[str, Callable[[], str]]) -> str:
 
     Args:
         text: The page.
-        tables: Functions that make tables of several files, by name; a page names them with `-` for the file.
+        tables: Functions that return tables from several files, by name; a page names them with `-` for the file.
     """
 
     def table(match: re.Match[str]) -> str:
@@ -81,37 +81,36 @@ def pages() -> Iterator[Path]:
     yield from sorted((_child.ROOT / "docs").rglob("*.md"))
 
 
-# The table of the README, of several files.
-
 HEADLINES = (
     ("VGG-16, 2048 px", "vgg16_2048.json", ("budget 800MiB", "budget 600MiB")),
     ("ResNet-50, 2048 px", "resnet50_2048.json", ("tiles 5/12", "swaps 2/9")),
     ("ResNet-50, 32 images of 224 px", "resnet50_224.json", ("tiles 2/5", "swaps 2/7")),
     ("3-D U-Net, 96 voxels a side", "unet3d_96.json", ("tiles 440MiB",)),
 )
+"""Network, results file and variants of each group of lines in the README's table."""
 
 
 def headline_table() -> str:
-    """Return budget, peak and time of each network, beside plain training."""
+    """Return budget, peak and time of each network, compared with plain training."""
     lines = [["network, float32", "budget", "peak of plain", "peak", "added RSS", "time (range)", "CPU time"]]
     for network, name, titles in HEADLINES:
-        found = results(name)
-        plain = found["results"]["plain"]
-        budgets = {variant["title"]: variant["budget_bytes"] for variant in found["variants"]}
+        report = results(name)
+        plain = report["results"]["plain"]
+        budgets = {variant["title"]: variant["budget_bytes"] for variant in report["variants"]}
         for title in titles:
-            own = found["results"][title]
-            times = [seconds / plain["step_seconds_median"] for seconds in own["step_seconds"]]
-            middle = own["step_seconds_median"] / plain["step_seconds_median"]
+            figures = report["results"][title]
+            times = [seconds / plain["step_seconds_median"] for seconds in figures["step_seconds"]]
+            median = figures["step_seconds_median"] / plain["step_seconds_median"]
             swapped = " (swaps)" if title.startswith("swaps") else ""
             lines.append(
                 [
                     network,
                     f"{budgets[title] / 2**20:,.0f} MiB{swapped}",
                     f"{plain['peak_bytes'] / 2**20:,.0f} MiB",
-                    f"{max(own['peak_bytes'], own['first_peak_bytes'] or 0) / 2**20:,.0f} MiB",
-                    f"{own['net_rss_bytes'] / plain['net_rss_bytes']:.2f}",
-                    f"{middle:.2f} ({min(times):.2f} to {max(times):.2f})",
-                    f"{own['cpu_seconds_median'] / plain['cpu_seconds_median']:.2f}",
+                    f"{max(figures['peak_bytes'], figures['first_peak_bytes'] or 0) / 2**20:,.0f} MiB",
+                    f"{figures['net_rss_bytes'] / plain['net_rss_bytes']:.2f}",
+                    f"{median:.2f} ({min(times):.2f} to {max(times):.2f})",
+                    f"{figures['cpu_seconds_median'] / plain['cpu_seconds_median']:.2f}",
                 ]
             )
             network = ""

@@ -1,9 +1,9 @@
-"""Compares the plain training step of a 3-D U-Net, its BatchNorms in training mode, with those that keep budgets.
+"""Memory and time of plain training and of training within budgets: a 3-D U-Net, with BatchNorm in training mode.
 
     python -m benchmarks.unet3d --swap-budget 1/2
     python -m benchmarks.unet3d --image-size 64 --tile-budget 400MiB
 
-README.md beside this file says what the figures mean.
+The exit code is 1 if a rewritten variant fails. `docs/benchmarks/index.md` defines the figures.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from benchmarks import _child, _compare_report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures, prints and writes the figures."""
+    """Measure, print and write the figures."""
     return _compare_report.compare_budgets("benchmarks.unet3d", __doc__, "unet3d-dice", arguments)
 
 

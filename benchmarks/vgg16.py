@@ -1,6 +1,9 @@
-"""Compares the plain training step of a large-image classifier with the rewritten one.
+"""Memory and time of plain training and of rewritten training: a classifier of large images.
 
-Run by `python -m benchmarks.vgg16 --image-size N`; README.md beside this file says what the figures mean.
+    python -m benchmarks.vgg16 --image-size 2048 --memory-budget 1200MiB 800MiB
+    python -m benchmarks.vgg16 --image-size 4096 --skip-plain --segments pool3,pool5 --num-tiles 8x8,4x4
+
+The exit code is 1 if a rewritten variant fails. `docs/benchmarks/index.md` defines the figures.
 """
 
 import argparse
@@ -16,15 +19,15 @@ Pair = tuple[int, int]
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parses the command line; `options.rewritten` are the variants beside the plain one."""
+    """Parse the command line; `options.rewritten` holds the rewritten variants."""
     parser = _arguments.parser("benchmarks.vgg16", __doc__)
     add = parser.add_argument
     add("--image-size", type=_arguments.positive, required=True, metavar="N")
-    add("--num-tiles", type=_tiles, metavar="HxW,...", help="tiles of each segment")
+    add("--num-tiles", type=_tiles, metavar="HxW,...", help="numbers of tiles of each segment")
     add("--backward-num-tiles", type=_tiles, metavar="HxW,...", help="default: as --num-tiles")
-    add("--halo", choices=("recompute", "carry"), help="where tiles have shared rows from; default: recompute")
-    add("--segments", metavar="EXIT,...", help="layers whose outputs end the segments")
-    budgets = 'have MemoryBudget plan, e.g. "1.2GiB", once for each, without swaps'
+    add("--halo", choices=("recompute", "carry"), help="how tiles get the rows that they share; default: recompute")
+    add("--segments", metavar="EXIT,...", help="layers that end the segments")
+    budgets = 'budgets for tiles alone: sizes such as "1.2GiB", or fractions of the original step\'s predicted peak'
     add("--memory-budget", type=_arguments.budget, nargs="+", metavar="BUDGET", help=budgets)
     add("--model", choices=MODELS, default="vgg16")
     add("--batch", type=_arguments.positive, default=1)
@@ -69,7 +72,7 @@ def _tiles(text: str) -> tuple[Pair, ...]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures, prints and writes the figures."""
+    """Measure, print and write the figures."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     options = parse_arguments(arguments)
     spec = _compare_report.spec_of(options.model, options)
