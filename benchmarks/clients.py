@@ -1,11 +1,11 @@
-"""Trains models of other packages, unmodified, in plain and under `MemoryBudget`, and runs Keras's own trainer tests.
+"""Memory, time and weights of unmodified models of other packages within a budget, and Keras's own trainer tests.
 
     python -m benchmarks.clients [--clients NAME ...] [--fraction 0.6] [--steps 3] [--results FILE]
 
-Each client trains in processes of its own: in plain, in plain with initial weights shaken by 1e-7 of their size, and
-under a budget of a fraction of its plain peak. *Equal*: the weights under the budget differ from the plain ones by no
-more than three times what shaking does. Peaks are those of allocator statistics over all steps. A package that is
-missing is skipped. For Keras's tests, `MemoryBudget("1GiB")` is added to every `fit` without another callback list.
+Each model trains plain, plain with initial weights perturbed by 1e-7 of their size, and with a budget of `--fraction`
+of the plain peak. Weights are *equal* if they differ from plain training by at most three times the effect of the
+perturbation. Keras's trainer tests run plain and with `MemoryBudget("1GiB")` in every `fit` without a `CallbackList`.
+Missing packages are skipped. Failures appear in the table alone; the exit code is 0.
 """
 
 from __future__ import annotations
@@ -25,20 +25,22 @@ from benchmarks import _arguments, _child, _results
 from benchmarks._client_models import CLIENTS
 
 MIB = 2**20
-SHAKE = 1e-7
-TOLERANCE = 3.0
-"""Difference of weights under the budget, over that of shaken weights."""
+PERTURBATION = 1e-7
+"""Change of the initial weights, relative to each weight."""
 
-SMALLEST_SCALE = 1e-4
-"""Scale of the smallest weights that count: a bias whose true gradient is zero holds rounding noise."""
+MAX_DIFFERENCE_RATIO = 3.0
+"""Largest difference of equal weights, over that caused by the perturbation."""
+
+MIN_SCALE = 1e-4
+"""Smallest number that differences are divided by: a bias whose true gradient is zero holds rounding noise."""
 
 TITLES = ("client", "version", "plain peak", "budget", "measured", "time", "equal")
 
 
 def train(
-    *, client: str, steps: int, budget: int | None, shaken: bool, weights: str, emit: _child.Emit
+    *, client: str, steps: int, budget: int | None, perturbed: bool, weights: str, emit: _child.Emit
 ) -> dict[str, Any]:
-    """Train a client for some steps on one batch; return its peak, the time of a step, and the plan's headline."""
+    """Train a model on one batch, plain or within a budget in bytes; return its peak, step time, plan and loss."""
     del emit
     import keras
     import numpy as np
@@ -48,9 +50,9 @@ def train(
 
     keras.utils.set_random_seed(0)
     model, inputs, targets = CLIENTS[client].build()
-    if shaken:
+    if perturbed:
         for variable in model.trainable_variables:
-            variable.assign(variable * (1 + SHAKE))
+            variable.assign(variable * (1 + PERTURBATION))
     callback = None if budget is None else tflms_sft.MemoryBudget(budget, verbose=0)
     peaks = PeakOfSteps(callback)
     batch = len(keras.tree.flatten(inputs)[0])
@@ -62,42 +64,41 @@ def train(
 
 
 def difference(first: Path, second: Path) -> float:
-    """Return the largest difference of two sets of weights, each relative to its largest number."""
+    """Return the largest difference of two files of weights, relative to the largest number of each weight."""
     import numpy as np
 
     with np.load(first) as a, np.load(second) as b:
         pairs = [(a[name], b[name]) for name in a.files]
-    return max(float(np.abs(x - y).max() / max(np.abs(x).max(), SMALLEST_SCALE)) for x, y in pairs)
+    return max(float(np.abs(x - y).max() / max(np.abs(x).max(), MIN_SCALE)) for x, y in pairs)
 
 
 def client_row(name: str, fraction: float, steps: int) -> dict[str, Any]:
-    """Measure one client; return its line of the table."""
+    """Measure one model; return the figures of its line in the table."""
     try:
         version = importlib.metadata.version(CLIENTS[name].package)
     except importlib.metadata.PackageNotFoundError:
         return {"client": name, "skipped": f"{CLIENTS[name].package} is not installed"}
     with tempfile.TemporaryDirectory() as folder:
-        files = {kind: Path(folder) / f"{kind}.npz" for kind in ("plain", "shaken", "budget")}
+        files = {kind: Path(folder) / f"{kind}.npz" for kind in ("plain", "perturbed", "budget")}
 
         def run(kind: str, budget: int | None) -> _child.Outcome:
-            options = {"client": name, "steps": steps, "budget": budget, "shaken": kind == "shaken"}
+            options = {"client": name, "steps": steps, "budget": budget, "perturbed": kind == "perturbed"}
             return _child.run_child("benchmarks.clients:train", {**options, "weights": str(files[kind])})
 
         plain = run("plain", None)
         if not plain.ok:
             return {"client": name, "version": version, "skipped": f"plain training fails: {plain.how_it_ended()}"}
-        run("shaken", None)
+        run("perturbed", None)
         budget = int(fraction * plain.result["peak"])
         row = {"client": name, "version": version, "plain": plain.result, "budget_bytes": budget}
         rewritten = run("budget", budget)
         if not rewritten.ok:
             return {**row, "refused": rewritten.how_it_ended()}
-        shaken = difference(files["plain"], files["shaken"])
         return {
             **row,
             "budget": rewritten.result,
             "difference": difference(files["plain"], files["budget"]),
-            "shaken": shaken,
+            "shaken": difference(files["plain"], files["perturbed"]),
         }
 
 
@@ -110,14 +111,14 @@ def cells(row: dict[str, Any]) -> list[str]:
     if "refused" in row:
         return [*first, row["refused"], "", ""]
     rewritten = row["budget"]
-    is_equal = row["difference"] <= TOLERANCE * max(row["shaken"], SHAKE)
-    equal = f"{'yes' if is_equal else 'NO'} ({row['difference']:.0e}, shaken {row['shaken']:.0e})"
+    is_equal = row["difference"] <= MAX_DIFFERENCE_RATIO * max(row["shaken"], PERTURBATION)
+    equal = f"{'yes' if is_equal else 'NO'} ({row['difference']:.0e}, perturbed {row['shaken']:.0e})"
     time = f"{rewritten['seconds'] / plain['seconds']:.2f}x"
     return [*first, f"{rewritten['peak'] / MIB:.0f} MiB ({rewritten['peak'] / plain['peak']:.2f})", time, equal]
 
 
 def keras_trainer_tests() -> dict[str, Any]:
-    """Run Keras's own tests of `Trainer`, in plain and with a budget in every `fit`; return the tests that pass."""
+    """Run Keras's own tests of `Trainer`, plain and with a budget in every `fit`; return how many pass."""
     import keras
 
     source = Path(keras.__file__).parent / "src" / "trainers" / "trainer_test.py"
@@ -156,15 +157,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in options.clients:
         if name == "keras":
             row = keras_trainer_tests()
-            told = row.get("skipped") or f"{row['budget']} of {row['plain']} tests that pass in plain"
-            own = [row["client"], row.get("version", ""), "", "1 GiB", told, "", str(row.get("missing") or "")]
-            print(" | ".join(own), flush=True)
+            passed = row.get("skipped") or f"{row['budget']} of {row['plain']} tests that pass in plain"
+            line = [row["client"], row.get("version", ""), "", "1 GiB", passed, "", str(row.get("missing") or "")]
+            print(" | ".join(line), flush=True)
         else:
             row = client_row(name, options.fraction, options.steps)
-            own = cells(row)
-            print(" | ".join(own), flush=True)
+            line = cells(row)
+            print(" | ".join(line), flush=True)
         rows.append(row)
-        lines.append(own)
+        lines.append(line)
     if options.results:
         _results.write(options.results, {**report, "rows": rows}, {"clients": _results.markdown(lines)})
     return 0
