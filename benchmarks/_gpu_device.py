@@ -1,4 +1,4 @@
-"""The measurements of a device alone for `benchmarks.gpu`: facts, memory that kernels allocate, and copies.
+"""The measurements of a device alone for `benchmarks.gpu`: facts, and memory that kernels allocate.
 
 Every function returns JSON-able figures and `passed`.
 """
@@ -23,7 +23,6 @@ CONVOLUTIONS = ((3, 1), (3, 2), (1, 1), (7, 2))
 """Filter size and stride of the convolutions whose workspace is measured."""
 CONVOLVED = ((512, 64), (256, 128), (128, 256), (64, 512))
 """Image size and channels of their operands."""
-COPIED_BYTES = (2**20, 2**24, 2**28)
 
 
 Figures = dict[str, Any]
@@ -158,31 +157,6 @@ def _scratch(place: str, run: Callable[[], Any]) -> tuple[float, float]:
     after = tf.config.experimental.get_memory_info(place)
     del result
     return after["peak"] - after["current"], seconds
-
-
-def copies(*, device: str, emit: _child.Emit) -> Figures:
-    """Measure copies between the device and host memory, from and to fresh buffers, as swaps make them."""
-    del emit
-    import tensorflow as tf
-
-    rates: dict[str, float] = {}
-    with alone_on_device():
-        for size in COPIED_BYTES:
-            with tf.device(f"{device.upper()}:0"):
-                there = tf.ones(size // 4)
-            with tf.device("CPU:0"):
-                here = tf.ones(size // 4)
-            for name, tensor, target in (("out", there, "CPU:0"), ("in", here, f"{device.upper()}:0")):
-                best = float("inf")
-                for _ in range(5):
-                    began = time.perf_counter()
-                    with tf.device(target):
-                        copy = tf.identity(tensor)
-                    tf.test.experimental.sync_devices()
-                    best = min(best, time.perf_counter() - began)
-                    del copy
-                rates[f"{name}, {size // 2**20} MiB"] = size / best
-    return {**{f"{name}, bytes_per_second": rate for name, rate in rates.items()}, "passed": True}
 
 
 def limit_memory(device: str, memory: int) -> None:

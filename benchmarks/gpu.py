@@ -12,7 +12,7 @@ that are missing. `--workers` checks plan concurrently; a lock gives the device 
   of cuDNN.
 - `workspace`: bytes that convolutions and their gradients allocate beside their results.
 - `tiles`: times of 4, 16 and 64 tiles against the predicted ones.
-- `copies`, `overlap`: bandwidth to host memory; at least half of the time of swaps is hidden behind computation.
+- `overlap`: at least half of the time of swaps is hidden behind computation.
 - `memory`: running out of memory inside of a loop raises `ResourceExhaustedError`.
 - `large`: VGG-16 on a device limited to 11 and 40 GiB, beside the original step's time per pixel.
 - `batch`: ResNet-50's largest batch on a device limited to 16 GiB.
@@ -138,7 +138,6 @@ def _large(small: bool) -> Iterator[Check]:
 def _devices(small: bool) -> Iterator[Check]:
     """Yield the checks of the device alone."""
     yield Check("memory/loop", "_gpu_device:out_of_memory", {})
-    yield Check("copies", "_gpu_device:copies", {})
     for tf32 in (True, False):
         for limit in (0, 64):
             name = f"workspace/{'tf32' if tf32 else 'float32'}-{f'{limit}MiB' if limit else 'default'}"

@@ -20,6 +20,7 @@ from typing import Generic, TypeVar
 import tensorflow as tf
 
 from rewriters.device import properties
+from rewriters.device.gpu_kernels import convolution_scratch
 from rewriters.ir.graph import PER_PIXEL, Node, Shape, Tensor
 from rewriters.ir.op_traits import Trait, ops_with
 
@@ -68,12 +69,15 @@ def scratch_bytes(node: Node, call: KernelShape) -> int:
         call: Sizes that its kernel runs on, in a loop those of a tile.
 
     Returns:
-        Bytes; 0 for other ops, and on a GPU. The gradient of max pooling recomputes the maxima with their positions. A
+        Bytes; 0 for other ops. The gradient of max pooling recomputes the maxima with their positions. A
             cross-entropy needs an entry per pixel. oneDNN copies a filter, or its gradient, once between the layout of
             TensorFlow and its own.
     """
-    if not node.outputs or not properties.name().startswith("CPU"):
+    if not node.outputs:
         return 0
+    if not properties.name().startswith("CPU"):
+        sizes = _filter_sizes(node)
+        return 0 if sizes is None else convolution_scratch(node, call, sizes)
     dtype = node.outputs[0][0]
     if PER_PIXEL in node.attrs:
         return call.images * call.small * dtype.size

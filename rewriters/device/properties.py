@@ -86,6 +86,16 @@ def name() -> str:
     return "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
 
 
+@functools.cache
+def compute_capability() -> float:
+    """Return the compute capability of the planned GPU, such as 8.6; 0 without one."""
+    if not name().startswith("GPU"):
+        return 0.0
+    details = tf.config.experimental.get_device_details(tf.config.list_physical_devices("GPU")[0])
+    major, minor = details.get("compute_capability", (0, 0))
+    return major + minor / 10
+
+
 def has_allocator_stats() -> bool:
     """Return whether the device's allocator reports its peak: a GPU's does, and a CPU's with oneDNN."""
     try:

@@ -13,6 +13,7 @@ Evaluation and prediction work alike with another `StepKind`; see `forward_step_
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import warnings
@@ -23,6 +24,7 @@ import tensorflow as tf
 
 from rewriters.canonicalize.canonicalize import CanonicalMode
 from rewriters.device import properties
+from rewriters.device.gpu_kernels import without_layout_optimizer
 from rewriters.errors import BudgetError, RewriteError
 from rewriters.estimates.op_cost import MachineRates
 from rewriters.ir import tf_internals
@@ -118,6 +120,7 @@ class StepPatch:
         self._num_replicas = 1
         self._replicas: Replicas | None = None
         self._corrections = {} if corrections is None else corrections
+        self._optimizer_options = contextlib.ExitStack()
         self.watch = PeakWatch()
 
     @property
@@ -177,6 +180,7 @@ class StepPatch:
 
     def _insert(self) -> None:
         model, kind = self.model, self.kind
+        self._optimizer_options.enter_context(without_layout_optimizer())
         strategy = model.distribute_strategy
         self._original = getattr(model, kind.step)
         if merges_replicas(strategy):
@@ -232,6 +236,7 @@ class StepPatch:
         if not self.is_installed:
             return
         object.__delattr__(model, self.kind.slot)
+        self._optimizer_options.close()
         for planned in self._planned:
             planned.abandon()
         for name, saved in self._saved_attributes.items():

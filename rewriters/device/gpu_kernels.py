@@ -1,0 +1,111 @@
+"""Memory that convolutions allocate on a GPU beside their results: copies of operands, and cuDNN's workspace.
+
+TensorFlow pads an image that cuDNN cannot pad evenly, and transposes operands if cuDNN computes channels first. The
+gradient of an image is computed beside its result (tensorflow/core/kernels/conv_ops_impl.h,
+conv_grad_input_ops.cc, conv_grad_filter_ops.cc, conv_ops_gpu.cc; the benchmark of a GPU measures all of them).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import tensorflow as tf
+
+from rewriters.device import properties
+from rewriters.ir.graph import Node
+from rewriters.ir.op_traits import Trait, ops_with
+
+if TYPE_CHECKING:
+    from rewriters.device.kernel_scratch import KernelShape
+
+__all__: list[str] = []
+
+_FILTER_GRADIENTS = ops_with(Trait.CONV_FILTER_GRADIENT)
+_INPUT_GRADIENTS = ops_with(Trait.CONV_INPUT_GRADIENT)
+
+_VOLTA, _AMPERE = 7, 8
+"""Compute capabilities from which cuDNN has tensor cores for float16, and for float32 rounded to TF32 and bfloat16."""
+
+_WINOGRAD_RATIO = 2.25
+"""Transformed entries per entry of both operands of Winograd's algorithm, with tiles of 4 x 4 and filters of 3 x 3."""
+
+_WINOGRAD_FILTERS = 16
+"""Copies of the filter that this algorithm makes, as measured."""
+
+_DEFAULT_WORKSPACE_MIB = 4096
+
+
+def computes_channels_last(dtype: tf.DType) -> bool:
+    """Return whether cuDNN convolves tensors of a type as TensorFlow stores them, with channels last."""
+    capability = properties.compute_capability()
+    if dtype == tf.float32:
+        return capability >= _AMPERE and tf.config.experimental.tensor_float_32_execution_enabled()
+    return (dtype == tf.float16 and capability >= _VOLTA) or (dtype == tf.bfloat16 and capability >= _AMPERE)
+
+
+def convolution_scratch(node: Node, call: KernelShape, sizes: Sequence[int]) -> int:
+    """Return the scratch bytes of a convolution or of a gradient of one on a GPU.
+
+    Args:
+        node: The op.
+        call: Sizes that its kernel runs on, in a loop those of a tile.
+        sizes: Filter shape, taps first.
+    """
+    dtype, taps = node.outputs[0][0], sizes[:-2]
+    strides = list(node.attrs["strides"].list.i[1:-1]) if "strides" in node.attrs else [1] * len(taps)
+    if math.prod(taps) == 1 and math.prod(strides) == 1:
+        return 0  # A matrix product.
+    image = call.images * call.large * sizes[-2] * dtype.size
+    windows = call.images * call.small * sizes[-1] * dtype.size
+    is_filter_gradient = node.op in _FILTER_GRADIENTS
+    channels_last = computes_channels_last(dtype)
+    size = math.prod(sizes) * dtype.size
+    if not channels_last:
+        size += image + windows
+    elif node.op in _INPUT_GRADIENTS:
+        size += image
+    if math.prod(strides) > 1 and "padding" in node.attrs and node.attrs["padding"].s == b"SAME":
+        size += image
+    workspace = 0
+    if max(taps) > 3:
+        workspace = 2 * image
+    elif math.prod(strides) > 1:
+        workspace = image
+    elif is_filter_gradient and not channels_last and set(taps) == {3}:
+        workspace = int(_WINOGRAD_RATIO * (image + windows)) + _WINOGRAD_FILTERS * math.prod(sizes) * dtype.size
+    return size + min(workspace, workspace_limit())
+
+
+def workspace_limit() -> int:
+    """Return the bytes that cuDNN may use for the workspace of a convolution."""
+    try:
+        return int(os.environ["TF_CUDNN_WORKSPACE_LIMIT_IN_MB"]) * 2**20
+    except (KeyError, ValueError):
+        return _DEFAULT_WORKSPACE_MIB * 2**20
+
+
+@contextlib.contextmanager
+def without_layout_optimizer() -> Iterator[None]:
+    """Switch TensorFlow's layout optimizer off on a GPU, for the functions that are called within.
+
+    With channels first it adds transposes around tile loops and in their bodies, as large as the tiles, which no plan
+    counts. Without it kernels that compute channels first transpose their operands themselves, which plans count.
+    """
+    if not _is_gpu():
+        yield
+        return
+    set_options = tf.config.optimizer.set_experimental_options
+    was_on = tf.config.optimizer.get_experimental_options().get("layout_optimizer", True)
+    set_options({"layout_optimizer": False})
+    try:
+        yield
+    finally:
+        set_options({"layout_optimizer": was_on})
+
+
+def _is_gpu() -> bool:
+    return properties.name().startswith("GPU")

@@ -1,0 +1,141 @@
+"""Memory of convolutions on a GPU, against what one allocated, and TensorFlow's options of a rewritten step there."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tflms_sft
+from benchmarks import _results
+from rewriters.canonicalize.canonicalize import read_canonical
+from rewriters.device import gpu_kernels, properties
+from rewriters.device.kernel_scratch import op_scratch
+
+MEASURED = json.loads((_results.RESULTS / "gpu_nvidia_h200.json").read_text())
+OPS = {"forward": "Conv2D", "input gradient": "Conv2DBackpropInput", "filter gradient": "Conv2DBackpropFilter"}
+BATCH = 4
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Pretend that the planned device is a GPU with tensor cores."""
+    monkeypatch.setattr(properties, "name", lambda: "GPU:0")
+    monkeypatch.setattr(properties, "compute_capability", lambda: 9.0)
+    monkeypatch.setattr(properties, "unfolds_convolutions", lambda: False)
+
+
+@pytest.fixture
+def tf32():
+    before = tf.config.experimental.tensor_float_32_execution_enabled()
+    yield tf.config.experimental.enable_tensor_float_32_execution
+    tf.config.experimental.enable_tensor_float_32_execution(before)
+
+
+def predicted(kind, size, channels, taps, stride):
+    """Return the predicted scratch of a convolution, or of a gradient, of square images."""
+    out = -(-size // stride)
+    shapes = {
+        "images": (BATCH, size, size, channels),
+        "filter": (taps, taps, channels, channels),
+        "gradient": (BATCH, out, out, channels),
+    }
+    kwargs = {"strides": [1, stride, stride, 1], "padding": "SAME"}
+    calls = {
+        "forward": ("images", "filter", lambda x, y: tf.raw_ops.Conv2D(input=x, filter=y, **kwargs)),
+        "input gradient": (
+            "filter",
+            "gradient",
+            lambda x, y: tf.raw_ops.Conv2DBackpropInput(
+                input_sizes=shapes["images"], filter=x, out_backprop=y, **kwargs
+            ),
+        ),
+        "filter gradient": (
+            "images",
+            "gradient",
+            lambda x, y: tf.raw_ops.Conv2DBackpropFilter(
+                input=x, filter_sizes=shapes["filter"], out_backprop=y, **kwargs
+            ),
+        ),
+    }
+    first, second, run = calls[kind]
+    function = tf.function(run, input_signature=[tf.TensorSpec(shapes[first]), tf.TensorSpec(shapes[second])])
+    graph = read_canonical(function.get_concrete_function())
+    (node,) = [node for node in graph.nodes.values() if node.op == OPS[kind]]
+    return op_scratch(node, BATCH)
+
+
+@pytest.mark.parametrize("rounding", ["tf32", "float32"])
+def test_scratch_covers_what_a_gpu_allocated(rounding, gpu, tf32):
+    tf32(rounding == "tf32")
+    ratios = []
+    for name, (measured, _, image, windows) in MEASURED[f"workspace/{rounding}-default"]["convolutions"].items():
+        taps, channels, size, kind = (part.strip() for part in name.split(","))
+        taps, stride = (int(number) for number in taps.replace("x", "/").split("/")[1:])
+        size = predicted(kind, int(size.split()[0]), int(channels.split()[0]), taps, stride)
+        ratios.append((size + image + windows) / (measured + image + windows))
+        assert ratios[-1] > 0.75, name
+    assert 0.95 <= np.median(ratios) <= 1.2
+
+
+def test_limit_of_the_workspace_bounds_it(gpu, tf32, monkeypatch):
+    tf32(False)
+    full = predicted("filter gradient", 512, 64, 3, 1)
+    monkeypatch.setenv("TF_CUDNN_WORKSPACE_LIMIT_IN_MB", "64")
+    limited = predicted("filter gradient", 512, 64, 3, 1)
+    assert full - limited == 2.25 * 2 * 2**28 + 16 * 9 * 64 * 64 * 4 - 64 * 2**20
+    monkeypatch.setenv("TF_CUDNN_WORKSPACE_LIMIT_IN_MB", "much")
+    assert predicted("filter gradient", 512, 64, 3, 1) == full
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "is_last"),
+    [(8.0, "float32", True), (7.5, "float32", False), (7.5, "float16", True), (7.5, "bfloat16", False)],
+)
+def test_channels_stay_last_where_tensor_cores_compute(capability, dtype, is_last, gpu, tf32, monkeypatch):
+    tf32(True)
+    monkeypatch.setattr(properties, "compute_capability", lambda: capability)
+    assert gpu_kernels.computes_channels_last(tf.as_dtype(dtype)) == is_last
+
+
+def test_a_product_of_matrices_has_no_scratch(gpu, tf32):
+    tf32(False)
+    assert predicted("forward", 64, 16, 1, 1) == 0
+    assert predicted("forward", 64, 16, 1, 2) > 0
+
+
+def options():
+    return tf.config.optimizer.get_experimental_options().get("layout_optimizer", True)
+
+
+def test_rewritten_steps_run_without_the_layout_optimizer_on_a_gpu(monkeypatch):
+    seen = []
+
+    @tf.function
+    def step(x):
+        return tf.reduce_sum(x)
+
+    rewritten = tflms_sft.rewrite(step, tflms_sft.SFTParams(), tf.ones((2, 3)))
+    monkeypatch.setattr(properties, "name", lambda: "GPU:0")
+    monkeypatch.setattr(rewritten, "_function", lambda *_: seen.append(options()))
+    rewritten(tf.ones((2, 3)))
+    assert seen == [False]
+    assert options()
+
+
+def test_a_fit_runs_without_the_layout_optimizer_on_a_gpu_until_it_ends(monkeypatch):
+    seen = []
+    model = keras.Sequential([keras.Input((16, 16, 3)), keras.layers.Conv2D(4, 3), keras.layers.GlobalMaxPooling2D()])
+    model.compile("sgd", "mse")
+    images, labels = np.zeros((4, 16, 16, 3), "float32"), np.zeros((4, 4), "float32")
+    callback = keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_, **__: seen.append(options()))
+    monkeypatch.setattr(gpu_kernels, "_is_gpu", lambda: True)
+    model.fit(images, labels, batch_size=2, verbose=0, callbacks=[tflms_sft.SFT(verbose=0), callback])
+    assert seen == [False, False]
+    assert options()
+
+
+def test_scratch_scales_with_the_pixels(gpu, tf32):
+    tf32(False)
+    assert predicted("forward", 64, 16, 3, 1) == 4 * predicted("forward", 32, 16, 3, 1) - 3 * (3 * 3 * 16 * 16 * 4)
