@@ -20,7 +20,14 @@ from rewriters.estimates.op_cost import DIRECT, NOMINAL
 from tflms_sft import AutoParams, BudgetError, LMSParams, MemoryBudget
 from tflms_sft._machine.memory_info import free_memory
 from tflms_sft._params.swap_params import SwapParams
-from tflms_sft._planner.budget_search import LESS, TILE_PEAK_FRACTIONS, BudgetPlan, FeasiblePlan, excess_remedy
+from tflms_sft._planner.budget_search import (
+    LESS,
+    TILE_PEAK_FRACTIONS,
+    BudgetPlan,
+    FeasiblePlan,
+    excess_remedy,
+    plans_within_budget,
+)
 from tflms_sft._planner.swap_planner import NothingToSwapError
 from tflms_sft._planner.swap_search import SwapSearch
 from tflms_sft._planner.traced_step import analyse_step
@@ -471,6 +478,23 @@ def test_budget_error_estimates_a_batch_that_fits():
     assert tflms_sft.rewrite(step, AutoParams(int(0.55 * smallest), swap=False), tf.TensorSpec((count, 64, 64, 3))).plan
 
 
+def test_budget_error_names_the_time_and_a_headroom_that_suffices():
+    step, images = small_step(), tf.TensorSpec((8, 64, 64, 3))
+    text, smallest = remedy(step, "100KiB", 8, swap=False)
+    assert "`headroom=" not in text
+    plan = tflms_sft.rewrite(step, AutoParams(smallest, swap=False), images).plan
+    assert f"or more (about {plan.predicted.time_ratio:.2f}x the time), or" in text
+    budget = int(0.95 * smallest)
+    (headroom,) = re.findall("or `headroom=([0-9.]+)` with the same budget", remedy(step, budget, 8, swap=False)[0])
+    assert tflms_sft.rewrite(step, AutoParams(budget, swap=False, headroom=float(headroom)), images).plan.changed
+    concrete_fn, record = trace_step(step, (images,), {})
+    traced = analyse_step(concrete_fn, record, 8)
+    traced.correction = 1.02
+    with pytest.raises(BudgetError, match="Leave more of the budget free") as caught:
+        next(plans_within_budget(traced, AutoParams(budget, swap=False)))
+    assert "with the same budget" not in str(caught.value)
+
+
 def test_budget_error_of_one_image_estimates_its_pixels():
     step = small_step()
     _, smallest = remedy(step, "100KiB", 1, swap=False)
@@ -498,7 +522,7 @@ def test_budget_error_below_variables_says_so():
     image = x = keras.Input((64, 64, 3))
     step = gradient_step(keras.Model(image, layers.Dense(50)(layers.Flatten()(layers.Conv2D(4, 3)(x)))))
     text, _ = remedy(step, "1MiB", 1)
-    (enough,) = re.findall(r'Pass memory_budget="(\w+)" or more: weights and optimizer slots alone are \d.*MiB\.', text)
+    (enough,) = re.findall(r'Pass memory_budget="(\w+)" or more .*: weights and optimizer slots alone are \d', text)
     plan = tflms_sft.rewrite(step, AutoParams(enough), tf.TensorSpec((1, 64, 64, 3))).plan
     assert plan.predicted.peak_bytes <= 0.9 * plan.memory_budget
 
@@ -517,7 +541,8 @@ def test_budget_error_names_a_budget_that_fewer_swaps_meet():
     spec = tf.TensorSpec((8, 32, 32, 3))
     with pytest.raises(BudgetError) as caught:
         tflms_sft.rewrite(step, AutoParams("1MiB"), spec)
-    assert tflms_sft.rewrite(step, AutoParams(caught.value.smallest_bytes), spec).plan.changed
+    plan = tflms_sft.rewrite(step, AutoParams(caught.value.smallest_bytes), spec).plan
+    assert plan.changed and f"(about {plan.predicted.time_ratio:.2f}x the time)" in str(caught.value)
 
 
 def test_budget_without_room_for_swaps_names_the_room(monkeypatch):

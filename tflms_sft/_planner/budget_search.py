@@ -37,7 +37,7 @@ from tflms_sft._planner.traced_step import (
     seconds_of,
     unsupported_layers,
 )
-from tflms_sft._report.summary import transient_memory
+from tflms_sft._report.summary import time_text, transient_memory
 from tflms_sft._util.byte_sizes import enough_bytes, format_bytes
 from tflms_sft._util.text import shortened
 
@@ -346,17 +346,21 @@ class LeastMemory:
         seconds = swaps.seconds(tuned, candidate.time_ratio * self._traced.seconds)
         return [FeasiblePlan(BudgetPlan(candidate.plans, self._search.left, tuned, why), seconds, limit)]
 
-    def peak(self) -> tuple[Peak, list[SegmentPlan]]:
-        """Return the lowest peak of tiles, of swaps, and of both, and the tiles."""
-        peaks = [(self._search.smallest.peak, self._search.smallest.plans)]
+    def smallest(self) -> Candidate:
+        """Return the plan with the lowest peak of tiles, of swaps, and of both; its time includes the swaps."""
+        smallest, original_seconds = self._search.smallest, self._traced.seconds
         for candidate, swaps in self._swapped():
-            smallest = swaps.smallest
-            peaks.extend([] if smallest is None else [(smallest[1], candidate.plans)])
-        return min(peaks, key=lambda pair: pair[0].peak_bytes)
+            if swaps.smallest is not None and swaps.smallest[1].peak_bytes < smallest.peak.peak_bytes:
+                count, peak = swaps.smallest
+                params = dataclasses.replace(swaps.params, n_tensors=count)
+                seconds = swaps.seconds(params, candidate.time_ratio * original_seconds)
+                smallest = Candidate(candidate.plans, peak, seconds / original_seconds)
+        return smallest
 
 
 def _too_small(traced: TracedStep, params: AutoParams, search: TileSearch, least: LeastMemory) -> BudgetError:
-    peak, plans = least.peak()
+    plan = least.smallest()
+    peak = plan.peak
     smallest = int(peak.peak_bytes * traced.correction / (1 - params.headroom)) + 1
     corrected = ""
     if traced.correction != 1:
@@ -364,7 +368,7 @@ def _too_small(traced: TracedStep, params: AutoParams, search: TileSearch, least
     if traced.correction > 1:
         budget, is_used = int(params.memory_budget), traced.in_used_process
         corrected += f" {excess_remedy(traced.correction, budget, peak.peak_bytes, is_used=is_used)}".rstrip()
-    parts, name = takes_most(traced, plans, peak)
+    parts, name = takes_most(traced, plan.plans, peak)
     layers = unsupported_layers(traced, search.left)
     untiled = f" Not tiled: {shortened(layers, MAX_NAMES)}." if layers else ""
     error = BudgetError(
@@ -372,23 +376,28 @@ def _too_small(traced: TracedStep, params: AutoParams, search: TileSearch, least
         f"{format_bytes(params.memory_budget)} ({params.memory_budget} bytes). The smallest plan found needs "
         f"{format_bytes(smallest)} ({smallest} bytes, headroom of {params.headroom:.0%} included), of which {parts} "
         f"and variables are {format_bytes(traced.fixed_bytes)}.{untiled}{corrected} "
-        f"{_remedy(traced, params, search, smallest)}"
+        f"{_remedy(traced, params, search, smallest, plan)}"
     )
     error.smallest_bytes = smallest
     error.tensor = name
     return error
 
 
-def _remedy(traced: TracedStep, params: AutoParams, search: TileSearch, smallest: int) -> str:
+def _remedy(traced: TracedStep, params: AutoParams, search: TileSearch, smallest: int, plan: Candidate) -> str:
     """Return what would help a budget that is too small, with estimates.
+
+    `plan` is the plan that needs least, and `smallest` the budget that it needs.
 
     All bytes but those of variables are taken to be proportional to the batch size, to the pixels of an image, and to
     the bytes of a number.
     """
     budget, fixed = params.memory_budget, traced.fixed_bytes
-    larger = f'Pass memory_budget="{enough_bytes(smallest)}" or more'
+    larger = f'Pass memory_budget="{enough_bytes(smallest)}" or more ({time_text(plan.time_ratio)})'
+    headroom = math.floor(100 * (1 - plan.peak.peak_bytes * traced.correction / budget)) / 100
+    if traced.correction <= 1 and headroom >= 0:  # After a step above its prediction more headroom is the remedy.
+        larger += f", or `headroom={headroom:g}` with the same budget"
     if params.swap is False and traced.analysis.backward and not reason_without_tier(swaps_within(params)):
-        peak, _ = LeastMemory(traced, search, dataclasses.replace(params, swap=True)).peak()
+        peak = LeastMemory(traced, search, dataclasses.replace(params, swap=True)).smallest().peak
         with_swaps = int(peak.peak_bytes * traced.correction / (1 - params.headroom)) + 1
         if with_swaps <= MAX_HELPFUL_FRACTION * smallest:
             return f"{larger}, or allow swaps: with `swap=True` it needs {format_bytes(with_swaps)}."

@@ -230,12 +230,17 @@ def headline(plan: PlanRecord) -> str:
     is_larger = before != after and plan.predicted.peak_bytes > plan.original.peak_bytes
     warning = " (MORE than before)" if is_larger else ""
     peaks = f"predicted peak {after} instead of {before}{warning}"
-    ratio = f"{plan.predicted.time_ratio:.2f}x"
-    time = "about the same time" if ratio == "1.00x" else f"about {ratio} the time"
+    time = time_text(plan.predicted.time_ratio)
     if not plan.segments:
         return f"{swap_text(plan)}, {peaks}, {time}" + budget_text(plan)
     swaps = f", {swap_text(plan)}" if plan.swaps else ""
     return f"{segments_text(plan)}{swaps}, {peaks}, {time}" + budget_text(plan)
+
+
+def time_text(time_ratio: float) -> str:
+    """Return the text of a predicted time over that of the original step."""
+    ratio = f"{time_ratio:.2f}x"
+    return "about the same time" if ratio == "1.00x" else f"about {ratio} the time"
 
 
 def batch_text(plan: PlanRecord) -> str:
