@@ -9,7 +9,7 @@ from rewriters.pipelining.schedule_simulator import simulate
 from rewriters.pipelining.schedules import make
 from tflms_sft import Measurement, Timeline
 from tflms_sft._report.memory_chart import FIXED_NAME, MAX_NAME_LENGTH, OTHERS_NAME, draw_plan, memory_at_peak
-from tflms_sft._report.op_names import short_op_name
+from tflms_sft._report.op_names import short_op_names
 from tflms_sft._report.schedule_chart import draw_schedule, time_unit
 
 pytest.importorskip("matplotlib")
@@ -141,6 +141,8 @@ def test_waits_for_swaps_are_spread_over_the_step():
         ("sft/s/backward/while/body/_3/while/gradient_tape/f/c/Back", "c/Back (in the backward loop of s)"),
         ("micro_1/sft/s/forward/while/body/_3/while/PadV2", "PadV2 (in the forward loop of s)"),
         ("sft/segment1/forward/Empty_2", "result of the forward loop of segment1 (Empty_2)"),
+        ("sft/segment1/backward2/while", "the backward loop 2 of segment1"),
+        ("sft/segment1/forward2/truediv", "truediv (in the forward loop 2 of segment1)"),
         ("lms/functional_1/conv_1/Relu/swap_in_0", "conv_1/Relu, swapped in"),
         ("f/lstm/while/body/_1/f/lstm/while/cell/mul", "lstm/cell/mul"),
         ("compile_loss/mse/Mean", "compile_loss/mse/Mean"),
@@ -148,4 +150,17 @@ def test_waits_for_swaps_are_spread_over_the_step():
     ],
 )
 def test_names_of_measured_ops_are_short(name, text):
-    assert short_op_name(name) == text
+    assert short_op_names([name]) == {name: text}
+
+
+def test_names_of_ops_keep_models_that_tell_them_apart():
+    layers = [f"{scope}{model}/conv/Relu" for model in ("generator", "critic") for scope in ("", "micro_0/")]
+    texts = short_op_names([*layers, "critic/dense/Relu", "gradient_tape/critic/conv/Relu"])
+    assert list(texts.values()) == [
+        "generator/conv/Relu",
+        "generator/conv/Relu",
+        "critic/conv/Relu",
+        "critic/conv/Relu",
+        "dense/Relu",
+        "conv/Relu (backward)",
+    ]

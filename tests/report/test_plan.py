@@ -17,7 +17,7 @@ from tflms_sft import AutoParams, LMSParams, SegmentSpec, SFTParams
 from tflms_sft._planner.barrier_search import Barriers
 from tflms_sft._planner.traced_step import analyse_step, reasons
 from tflms_sft._report.memory_chart import MAX_LARGEST, Span, merge_spans
-from tflms_sft._report.op_names import short_op_name
+from tflms_sft._report.op_names import short_op_names
 from tflms_sft._report.plan_records import PlannedSwap
 from tflms_sft._report.summary import rows
 from tflms_sft._trace.step_tracing import trace_step
@@ -292,7 +292,8 @@ def test_plot_with_timelines_has_second_panel(step, tmp_path):
     predicted, below, measured, below_measured = figure.axes
     for bars, largest in ((below, fast.plan.predicted.own), (below_measured, line.largest)):
         assert bars.get_title(loc="left") == "In use at the peak of the rewritten step"
-        assert any(short_op_name(largest[0][0])[-20:] in text.get_text() for text in bars.texts)
+        (name,) = short_op_names([largest[0][0]]).values()
+        assert any(name[-20:] in text.get_text() for text in bars.texts)
     assert [name for name, *_ in shaded(measured)] == [name for name, *_ in shaded(predicted)] == ["segment1"] * 2
     lines = {line.get_label().split(":")[0]: line for line in measured.get_lines()}
     for found, label in ((before, "original step"), (after, "rewritten step")):

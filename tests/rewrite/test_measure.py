@@ -13,7 +13,7 @@ from rewriters.device import properties
 from rewriters.device.allocator import ExactAllocator
 from rewriters.ir import tf_internals
 from tflms_sft import PipelineParams, SFTParams
-from tflms_sft._report.op_names import short_op_name
+from tflms_sft._report.op_names import short_op_names
 from tflms_sft._report.plan_records import Measurement
 from tflms_sft._rewrite.measure import read_peak
 
@@ -122,8 +122,8 @@ def test_measure_timeline_has_loops_of_each_micro_batch(open_batch):
     assert loops and all(loops.count(loop) == 2 for loop in loops)
     assert {loop.partition("/")[2] for loop in loops} == {"forward", "backward"}
     assert all(0 <= begin < end <= line.points[-1][0] for _, begin, end in line.loops)
-    in_loops = [short_op_name(name) for name, _ in line.largest if "/while/body/" in name]
-    assert in_loops and all("ward loop of segment" in name for name in in_loops)
+    in_loops = short_op_names(name for name, _ in line.largest if "/while/body/" in name)
+    assert in_loops and all("ward loop of segment" in name for name in in_loops.values())
 
 
 def test_step_stats_names_ops_of_branches():

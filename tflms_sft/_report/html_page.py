@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from tflms_sft._report import summary
 from tflms_sft._report.memory_chart import draw, memory_at_peak
-from tflms_sft._report.op_names import short_op_name
+from tflms_sft._report.op_names import short_op_names
 from tflms_sft._report.pipeline_plan import PlannedPipeline
-from tflms_sft._report.plan_records import Measurement, PlannedSwap, PlanRecord
+from tflms_sft._report.plan_records import Measurement, PlanRecord
 from tflms_sft._report.schedule_chart import time_unit
 from tflms_sft._util.byte_sizes import format_bytes
 from tflms_sft._version import __version__
@@ -261,10 +261,11 @@ def _swaps(plan: PlanRecord) -> Iterator[str]:
     """Yield the tables of swapped tensors and of tensors that could not be swapped."""
     if plan.swaps:
         largest = sorted(plan.swaps, key=lambda swap: -swap.num_bytes)
-        rows = [
-            (swap.tensor, format_bytes(swap.num_bytes), str(len(swap.controls)), _triggers(swap))
-            for swap in largest[:MAX_SWAPS]
-        ]
+        text_of = short_op_names(control for swap in largest[:MAX_SWAPS] for control in swap.controls)
+        rows = []
+        for swap in largest[:MAX_SWAPS]:
+            triggers = ", ".join(dict.fromkeys(text_of[control] for control in swap.controls))
+            rows.append((swap.tensor, format_bytes(swap.num_bytes), str(len(swap.controls)), triggers))
         if len(largest) > MAX_SWAPS:
             remaining = sum(swap.num_bytes for swap in largest[MAX_SWAPS:])
             rows.append((f"{len(largest) - MAX_SWAPS} more", format_bytes(remaining), "", ""))
@@ -275,10 +276,6 @@ def _swaps(plan: PlanRecord) -> Iterator[str]:
         yield _table(("tensor", "reason"), plan.not_swapped, names=(0,))
 
 
-def _triggers(swap: PlannedSwap) -> str:
-    return ", ".join(dict.fromkeys(map(short_op_name, swap.controls)))
-
-
 def _in_use_at_peak(plan: PlanRecord, after: Measurement | None) -> Iterator[str]:
     """Yield the tables of the memory in use at the predicted and at the measured peak."""
     fixed, peak = plan.predicted.fixed_bytes, plan.predicted.peak_bytes
@@ -286,7 +283,8 @@ def _in_use_at_peak(plan: PlanRecord, after: Measurement | None) -> Iterator[str
     yield _shares("tensor or running op (predicted)", items, peak)
     if after is not None and after.timelines:
         timeline = after.timelines[0]
-        named = [(short_op_name(name), size) for name, size in timeline.largest]
+        text_of = short_op_names(name for name, _ in timeline.largest)
+        named = [(text_of[name], size) for name, size in timeline.largest]
         items = memory_at_peak(named, fixed, timeline.peak_bytes, MAX_AT_PEAK)
         yield "<p class=soft>Measured:</p>"
         yield _shares("allocating op (measured)", items, timeline.peak_bytes)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from tflms_sft._report.op_names import short_op_name
+from tflms_sft._report.op_names import short_op_names
 from tflms_sft._report.plan_records import Measurement, PlanRecord, Prediction, Timeline
 from tflms_sft._report.schedule_chart import draw_schedule, time_unit
 from tflms_sft._util.byte_sizes import format_bytes
@@ -242,7 +242,8 @@ def _measured(timeline: Timeline, label: str, color: str, unit: tuple[str, float
         segment, _, name = loop.partition("/")
         spans.append(Span(segment, name.startswith("backward"), begin / unit[1], end / unit[1]))
     text = f"{label}: peak {format_bytes(timeline.peak_bytes)}"
-    named = [(short_op_name(name), size) for name, size in timeline.largest]
+    text_of = short_op_names(name for name, _ in timeline.largest)
+    named = [(text_of[name], size) for name, size in timeline.largest]
     at_peak = memory_at_peak(named, fixed_bytes, timeline.peak_bytes)
     return Curve(label, text, color, [*places, places[-1]], [amount for _, amount in points], spans, at_peak)
 

@@ -11,8 +11,8 @@ from rewriters.emission.loop_emitter import loop_output_tensors
 from rewriters.emission.tile_pass import SegmentPlan, loop_nodes
 from rewriters.estimates.loop_memory import IterationModelCache, kernel_at_worst
 from rewriters.ir.graph import BRANCHES, LOOPS, Graph, Node, Tensor
+from tflms_sft._report.op_names import loop_text
 from tflms_sft._trace.layer_names import LayerCall, LayerRecord, part_name
-from tflms_sft._util.text import loop_text
 
 __all__: list[str] = []
 

@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from tflms_sft._report.op_names import short_op_names
 from tflms_sft._report.plan_records import PlannedSegment, PlanRecord, Prediction
 from tflms_sft._util.byte_sizes import format_bytes
-from tflms_sft._util.text import readable, shortened, table
+from tflms_sft._util.text import shortened, table
 
 MAX_SWAPS = 5
 """Number of swaps that a report names."""
@@ -199,8 +200,9 @@ def segment_lines(segment: PlannedSegment) -> Iterator[str]:
 def swap_lines(plan: PlanRecord) -> Iterator[str]:
     """Yield the swapped tensors, largest first, and the tensors that could not be swapped."""
     largest = sorted(plan.swaps, key=lambda swap: -swap.num_bytes)
+    text_of = short_op_names(swap.controls[0] for swap in largest[:MAX_SWAPS])
     for swap in largest[:MAX_SWAPS]:
-        control = readable(swap.controls[0])
+        control = text_of[swap.controls[0]]
         yield f"swapped: {format_bytes(swap.num_bytes):>9}  {swap.tensor}, swapped in after {control}"
     if len(largest) > MAX_SWAPS:
         remaining = format_bytes(sum(swap.num_bytes for swap in largest[MAX_SWAPS:]))

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Container, Sequence
 
 _MAX_SUGGESTIONS = 4
-
-_IN_TILE_LOOP = re.compile(r"(?:micro_\d+/)?sft/([^/]+)/([^/]+)/while(?:/body/[^/]+/while/(.+))?")
-"""Names of a tile loop, or of an op in its iterations: segment, loop and op."""
 
 
 def nearest(name: str, known: Sequence[str], otherwise: Sequence[str] = ()) -> str:
@@ -33,27 +29,6 @@ def shortened(names: Sequence[str], most: int) -> str:
     """Return a list of names as `"a, b, c"`, or `"a, b and 3 more"`."""
     num_omitted = len(names) - most
     return ", ".join(names[:most]) + (f" and {num_omitted} more" if num_omitted > 0 else "")
-
-
-def loop_text(segment: str, loop: str) -> str:
-    """Return the name of a tile loop for users, such as `"backward loop 2 of segment1"`.
-
-    Args:
-        segment: Name of the segment.
-        loop: `"forward"` or `"backward"`, with a number if a segment has several such loops.
-    """
-    direction = loop.rstrip("0123456789")
-    number = loop[len(direction) :]
-    return f"{direction} loop {number} of {segment}" if number else f"{direction} loop of {segment}"
-
-
-def readable(op: str) -> str:
-    """Return the name of an op for users: tile loops in words, and ops in them without the scopes of the runtime."""
-    match = _IN_TILE_LOOP.fullmatch(op)
-    if match is None:
-        return op
-    loop = f"the {loop_text(match[1], match[2])}"
-    return f"{match[3]} (in {loop})" if match[3] else loop
 
 
 def table(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
