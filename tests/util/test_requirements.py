@@ -30,9 +30,9 @@ def found(monkeypatch):
         monkeypatch.setattr(requirements, "installed_version", versions.get)
         requirements.check_versions()
 
-    requirements.check_versions.cache_clear()
+    requirements._pending_notices.cache_clear()
     yield check
-    requirements.check_versions.cache_clear()
+    requirements._pending_notices.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -136,3 +136,12 @@ def test_first_use_with_newer_keras_prints_one_line(python):
     code, _, err = python("-c", "import tflms_sft as t; t.RewriteError, t.BudgetError", keras="3.99.0")
     assert code == 0 and len(err.splitlines()) == 1
     assert err.startswith("tflms-sft: Keras 3.99.0 is newer than the tested versions (3.8 to 3.15).")
+
+
+@pytest.mark.parametrize("options", [(), ("--quiet",)], ids=["", "quiet"])
+def test_run_with_newer_keras_prints_one_line_unless_quiet(python, tmp_path, options):
+    (tmp_path / "train.py").write_text("import tflms_sft\nprint(tflms_sft.RewriteError.__name__)\n")
+    arguments = ("-m", "tflms_sft", "run", "--budget", "1GiB", *options, "train.py")
+    code, out, err = python(*arguments, keras="3.99.0")
+    assert (code, out) == (0, "RewriteError\n")
+    assert err.count("is newer than the tested versions") == (0 if options else 1) and bool(err) != bool(options)

@@ -39,6 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         SystemExit: For `--help`, `--version`, and arguments that cannot be read.
     """
     options = parser.parse(arguments)
+    if options.command != "doctor":  # It reports versions itself.
+        try:
+            check_versions(quiet=options.quiet)
+        except RewriteError as error:
+            return _report_error(error, options)
     if options.command == "run":
         return importlib.import_module("tflms_sft._cli.run").execute(options)
     # TensorFlow reads this variable when it is imported.
@@ -46,8 +51,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         # Output of the model's own code must not mix with the result.
         with contextlib.redirect_stdout(sys.stderr):
-            if options.command != "doctor":  # It reports versions itself.
-                check_versions()
             command = importlib.import_module(f"tflms_sft._cli.{_MODULES.get(options.command, options.command)}")
             outcome = command.execute(options)
         code = _print_outcome(outcome, options.json)

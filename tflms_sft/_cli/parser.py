@@ -278,6 +278,7 @@ def _add_run(commands: Any) -> None:
     text = "write the plans of all `fit` calls as JSON; null for a `fit` that ended before its first step"
     parser.add_argument("--report", metavar="FILE", help=text)
     parser.add_argument("--quiet", action="store_true", help="print only the output of the script")
+    parser.set_defaults(json=False, traceback=False)
     parser.add_argument("script", metavar="SCRIPT", help="script to run; arguments after SCRIPT belong to it")
     arguments = parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     arguments.required = False
@@ -386,7 +387,7 @@ def _add_candidates(parser: argparse.ArgumentParser, candidates: str, multiple: 
 def _add_common(parser: argparse.ArgumentParser) -> None:
     text = "print one JSON object instead of text; after a failure it has `error`, with the smallest feasible budget"
     parser.add_argument("--json", action="store_true", help=text)
-    parser.add_argument("--quiet", action="store_true", help="print no progress on stderr")
+    parser.add_argument("--quiet", action="store_true", help="print neither progress nor notices on stderr")
     parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
 
 

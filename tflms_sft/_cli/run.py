@@ -23,9 +23,7 @@ from collections.abc import Iterator, Sequence
 from types import ModuleType, TracebackType
 from typing import Any
 
-from rewriters.errors import RewriteError
 from tflms_sft._cli.exit_status import INTERRUPTED, NOT_MET, OK, WRONG_ARGUMENTS
-from tflms_sft._util.requirements import check_versions
 
 __all__: list[str] = []
 
@@ -42,17 +40,12 @@ def execute(options: argparse.Namespace) -> int:
         options: `script`, `module`, `arguments`; `budget`, `headroom`, `no_swap`; `report`, `quiet`.
 
     Returns:
-        The exit code of the script; 1 for versions that are too old, 2 for a script or report file that cannot be used.
+        The exit code of the script; 2 for a script or report file that cannot be used.
     """
     problem = _problem(options)
     if problem:
         print(f"{_PREFIX} error: {problem}", file=sys.stderr)
         return WRONG_ARGUMENTS
-    try:
-        check_versions()
-    except RewriteError as error:
-        print(f"{_PREFIX} error: {error}", file=sys.stderr)
-        return NOT_MET
     budget = Budget(options.budget, headroom=options.headroom, swap=not options.no_swap, verbose=not options.quiet)
     with budget.in_force(), _arguments(options):
         code = _run(options)

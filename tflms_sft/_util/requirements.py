@@ -61,13 +61,26 @@ def pip_command() -> str:
     return f"pip install --upgrade {' '.join(bounds)}"
 
 
-@functools.cache
-def check_versions() -> None:
+def check_versions(*, quiet: bool = False) -> None:
     """Refuse versions that are too old, and print one line about each that is newer than the tested versions.
+
+    The first use of a public name or module calls this function, and each command of the command line except `doctor`.
+
+    Args:
+        quiet: Whether to print nothing, neither now nor in a later call.
 
     Raises:
         RewriteError: With the versions found, the supported versions and the command that installs them.
     """
+    notices = _pending_notices()
+    for notice in [] if quiet else notices:
+        print(f"tflms-sft: {notice}", file=sys.stderr, flush=True)
+    notices.clear()
+
+
+@functools.cache
+def _pending_notices() -> list[str]:
+    """Return the notices that `check_versions` has not printed yet."""
     versions = {package: installed_version(package) for package in SUPPORTED}
     found = {package: version for package, version in versions.items() if version is not None}
     old = [f"{TITLES[package]} {version}" for package, version in found.items() if is_too_old(package, version)]
@@ -76,9 +89,7 @@ def check_versions() -> None:
         raise RewriteError(
             f"tflms-sft needs {supported}. Found: {' and '.join(old)}. Install supported versions with: {pip_command()}"
         )
-    for package, version in found.items():
-        if is_untested(package, version):
-            print(f"tflms-sft: {untested_text(package, version)}", file=sys.stderr, flush=True)
+    return [untested_text(package, version) for package, version in found.items() if is_untested(package, version)]
 
 
 def untested_text(package: str, version: str) -> str:
