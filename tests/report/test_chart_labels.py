@@ -1,6 +1,7 @@
 """Tests of the texts in charts: inside of the figure, without overlaps, short enough for their place."""
 
 import itertools
+import re
 
 import pytest
 from sample_plans import a_plan, prediction
@@ -115,6 +116,12 @@ def test_memory_at_peak_adds_up():
     assert shown[0] == (FIXED_NAME, 300) and shown[-1] == (OTHERS_NAME, 1300 - 300 - 100 - 99 - 98 - 97)
     assert sum(size for _, size in shown) == 1300
     assert memory_at_peak([("one", 995), ("tiny", 5)], 0, 1000) == [("one", 995)], "no bars that say nothing"
+
+
+def test_bars_are_percentages_of_the_peak_as_in_the_page():
+    plan = a_plan(predicted=prediction(1000 * 2**20, 1.25, fixed_bytes=0, largest=(("one", 992 * 2**20),)))
+    assert draw_plan(plan, None, None, None).axes[1].texts[0].get_text().split() == ["992", "MiB", "99", "%", "one"]
+    assert re.search("<td[^>]*>992 MiB</td><td[^>]*>99 %</td>", plan.to_html())
 
 
 def test_long_names_keep_both_ends():

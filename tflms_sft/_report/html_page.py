@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from tflms_sft._report import summary
-from tflms_sft._report.memory_chart import draw, memory_at_peak
+from tflms_sft._report.memory_chart import draw, memory_at_peak, percentage
 from tflms_sft._report.op_names import short_op_names
 from tflms_sft._report.pipeline_plan import PlannedPipeline
 from tflms_sft._report.plan_records import Measurement, PlanRecord
@@ -290,9 +290,9 @@ def _in_use_at_peak(plan: PlanRecord, after: Measurement | None) -> Iterator[str
         yield _shares("allocating op (measured)", items, timeline.peak_bytes)
 
 
-def _shares(heading: str, items: Iterable[tuple[str, int]], total: int) -> str:
-    """Return a table of sizes and their fractions of `total`."""
-    rows = [(name, format_bytes(size), f"{100 * size / max(total, 1):.0f} %") for name, size in items]
+def _shares(heading: str, items: Iterable[tuple[str, int]], peak_bytes: int) -> str:
+    """Return a table of the memory in use at a peak."""
+    rows = [(name, format_bytes(size), percentage(size, peak_bytes)) for name, size in items]
     return _table((heading, "size", "of the peak"), rows, (1, 2), names=(0,))
 
 

@@ -79,6 +79,7 @@ class Curve(NamedTuple):
         values: Bytes.
         spans: Time spans of tile loops.
         at_peak: (name, bytes) of all memory in use at the peak, largest first.
+        peak_bytes: Bytes at the peak.
     """
 
     step: str
@@ -88,6 +89,7 @@ class Curve(NamedTuple):
     values: Sequence[int]
     spans: Sequence[Span]
     at_peak: Sequence[tuple[str, int]]
+    peak_bytes: int
 
 
 class Panel(NamedTuple):
@@ -201,7 +203,8 @@ def _predicted(prediction: Prediction, label: str, color: str) -> Curve:
             spans.append(Span(match[1], match[2] == "backward", begin, end))
     text = f"{label}: peak {format_bytes(prediction.peak_bytes)}"
     at_peak = memory_at_peak([*prediction.own[:1], *prediction.largest], prediction.fixed_bytes, prediction.peak_bytes)
-    return Curve(label, text, color, places, [amount for _, amount in prediction.timeline], spans, at_peak)
+    values = [amount for _, amount in prediction.timeline]
+    return Curve(label, text, color, places, values, spans, at_peak, prediction.peak_bytes)
 
 
 def _stretched(curve: Curve) -> Curve:
@@ -245,7 +248,8 @@ def _measured(timeline: Timeline, label: str, color: str, unit: tuple[str, float
     text_of = short_op_names(name for name, _ in timeline.largest)
     named = [(text_of[name], size) for name, size in timeline.largest]
     at_peak = memory_at_peak(named, fixed_bytes, timeline.peak_bytes)
-    return Curve(label, text, color, [*places, places[-1]], [amount for _, amount in points], spans, at_peak)
+    values = [amount for _, amount in points]
+    return Curve(label, text, color, [*places, places[-1]], values, spans, at_peak, timeline.peak_bytes)
 
 
 def memory_at_peak(
@@ -263,6 +267,11 @@ def memory_at_peak(
     shown = [item for item in named[:most] if item[1] >= MIN_FRACTION * peak_bytes]
     others = peak_bytes - sum(size for _, size in shown)
     return [*shown, *([(OTHERS_NAME, others)] if others >= MIN_FRACTION * peak_bytes else [])]
+
+
+def percentage(num_bytes: int, peak_bytes: int) -> str:
+    """Return the size of an item in use at a peak as a percentage of the peak."""
+    return f"{100 * num_bytes / max(peak_bytes, 1):.0f} %"
 
 
 def _draw(axes: Any, panel: Panel, budget: int | None, unit: tuple[str, int]) -> None:
@@ -330,11 +339,10 @@ def _shade(axes: Any, spans: Sequence[Span], end: float) -> None:
 
 def _bars(axes: Any, curve: Curve) -> None:
     """Draw the memory in use at the peak of a curve."""
-    total = max(sum(size for _, size in curve.at_peak), 1)
     axes.set_title(f"In use at the peak of the {curve.step}", loc="left", fontsize=8.5)
     for row, (name, size) in enumerate(curve.at_peak):
         axes.barh(row, size, color=curve.color, alpha=0.1 if name == OTHERS_NAME else 0.25, height=0.82)
-        text = f" {format_bytes(size):>8} {100 * size / total:>3.0f} %  {_without_middle(name)}"
+        text = f" {format_bytes(size):>8} {percentage(size, curve.peak_bytes):>5}  {_without_middle(name)}"
         axes.text(0, row, text, va="center", ha="left", fontsize=7.5, family="monospace", color="#1f2329")
     axes.set_ylim(len(curve.at_peak) + 0.4, -0.6)  # Leaves room above the title of the next panel.
     axes.set_xlim(left=0)
