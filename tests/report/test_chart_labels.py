@@ -4,7 +4,7 @@ import itertools
 import re
 
 import pytest
-from sample_plans import a_plan, prediction
+from sample_plans import LOOPS, a_plan, prediction
 
 from rewriters.pipelining.schedule_simulator import simulate
 from rewriters.pipelining.schedules import make
@@ -136,8 +136,18 @@ def test_long_names_keep_both_ends():
 def test_waits_for_swaps_are_spread_over_the_step():
     axes = draw_plan(a_plan(), None, None, None).axes[0]
     assert "waits for swaps spread evenly" in axes.get_xlabel()
-    last = axes.get_lines()[1].get_xdata()
-    assert last[-1] == pytest.approx(1.25) and last[-2] == pytest.approx(1.25), "the last op starts at the end"
+    places = axes.get_lines()[1].get_xdata()
+    assert places == pytest.approx([0, 1.25 * 8 / 27, 1.25 * 2 / 3, 1.25]), "the last of three ops has a third"
+
+
+@pytest.mark.parametrize("progress", [(0.0, 0.4, 1.0), (0.0, 0.4, 1.25)])
+def test_last_loop_ends_with_the_step_that_waits_for_swaps(progress):
+    timeline = ((LOOPS[0], 2**25), ("update", 2**20), (LOOPS[1], 2**26))
+    axes = draw_plan(
+        a_plan(predicted=prediction(2**26, 1.25, timeline=timeline, progress=progress)), None, None, None
+    ).axes
+    ends = [patch.get_x() + patch.get_width() for patch in axes[0].patches]
+    assert max(ends) == pytest.approx(1.25)
 
 
 @pytest.mark.parametrize(

@@ -179,9 +179,10 @@ def draw_plan(
 def _predicted_panel(plan: PlanRecord, before: Measurement | None, after: Measurement | None) -> Panel:
     """Return bytes over the predicted time of a step, and measured peaks without a timeline as lines."""
     predictions = (plan.original, plan.predicted) if plan.changed else (plan.original,)
-    curves = [_predicted(prediction, *label) for prediction, label in zip(predictions, LABELS, strict=False)]
-    if plan.swaps:  # `time_ratio` includes waits for swaps, the starts of ops do not.
-        curves[-1] = _stretched(curves[-1])
+    curves = [
+        _predicted(prediction, *label, has_swaps=bool(plan.swaps) and prediction is predictions[-1])
+        for prediction, label in zip(predictions, LABELS, strict=False)
+    ]
     lines = []
     for measurement, (label, color) in zip((before, after), LABELS, strict=True):
         if measurement is not None and not measurement.timelines:
@@ -193,8 +194,10 @@ def _predicted_panel(plan: PlanRecord, before: Measurement | None, after: Measur
     return Panel("Predicted memory of a training step", time, curves, lines)
 
 
-def _predicted(prediction: Prediction, label: str, color: str) -> Curve:
+def _predicted(prediction: Prediction, label: str, color: str, *, has_swaps: bool) -> Curve:
     begins = prediction.progress or [n / max(len(prediction.timeline), 1) for n in range(len(prediction.timeline))]
+    if has_swaps:  # `time_ratio` includes waits for swaps, the starts of ops do not.
+        begins = _stretched(begins, prediction.time_ratio)
     places = [*begins, prediction.time_ratio]
     spans = []
     for (name, _), (begin, end) in zip(prediction.timeline, itertools.pairwise(places), strict=True):
@@ -207,14 +210,12 @@ def _predicted(prediction: Prediction, label: str, color: str) -> Curve:
     return Curve(label, text, color, places, values, spans, at_peak, prediction.peak_bytes)
 
 
-def _stretched(curve: Curve) -> Curve:
-    """Return a curve whose ops, except the last one, are stretched to the end of the step."""
-    *begins, end = curve.places
+def _stretched(begins: Sequence[float], end: float) -> Sequence[float]:
+    """Return the starts of ops stretched to the end of the step, so that the last op gets the mean width."""
     if not begins or not begins[-1]:
-        return curve
-    factor = end / begins[-1]
-    spans = [span._replace(begin=span.begin * factor, end=span.end * factor) for span in curve.spans]
-    return curve._replace(places=[*(begin * factor for begin in begins), end], spans=spans)
+        return begins
+    factor = end * (1 - 1 / len(begins)) / begins[-1]
+    return [begin * factor for begin in begins]
 
 
 def _measured_panel(plan: PlanRecord, before: Measurement | None, after: Measurement | None) -> Panel:
