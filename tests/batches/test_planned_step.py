@@ -8,6 +8,7 @@ from keras import layers
 from training import SETTINGS, X, Y, both, budgeted, is_plain, net, same, same_history, tiles
 
 import tflms_sft
+from tflms_sft._batches.batch_limits import check_batch_shape
 from tflms_sft._batches.planned_step import PlannedStep, shapes_of
 from tflms_sft._keras import forward_step_patch, peak_watch, train_step_patch
 from tflms_sft._report.plan_records import Measurement
@@ -145,6 +146,16 @@ def test_buckets_with_more_shorter_texts_equal_plain(capsys):
     got = model.fit(dataset(batches, TOKENS), callbacks=[tflms_sft.MemoryBudget("1GiB")], **SETTINGS)
     assert same_history(got, plain.fit(dataset(batches, TOKENS), **SETTINGS)) and same(model, plain)
     assert "for batches of 8x9" in capsys.readouterr().out
+
+
+def test_batch_shape_is_compared_with_the_inputs_of_known_rank():
+    replicas = [tf.TensorSpec((None, 16, 16, 3))] * 2
+    with pytest.raises(
+        ValueError, match=r"of model 'net': \(None, 16, 16, 3\)\. Received: batch_shape=\(4, 16, 18, 3\)"
+    ):
+        check_batch_shape([*replicas, tf.TensorSpec(None)], (4, 16, 18, 3), "net")
+    check_batch_shape([*replicas, tf.TensorSpec(None)], (4, 16, 16, 3), "net")
+    check_batch_shape([*replicas, tf.TensorSpec(None)], (4, 16, 18), "net")
 
 
 def test_batch_shape_of_the_largest_image_holds_for_smaller_ones(capsys):

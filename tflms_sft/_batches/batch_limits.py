@@ -35,17 +35,18 @@ def check_batch_shape(specs: Any, given: tuple[int, ...] | None, model: str) -> 
     """
     if not given:
         return
-    shapes = [spec.shape for spec in tf.nest.flatten(specs) if spec is not None]
-    if any(shape.rank is None for shape in shapes):
-        return
+    inputs = [spec.shape for spec in tf.nest.flatten(specs) if spec is not None]
+    shapes = [shape for shape in inputs if shape.rank is not None]
     images = [shape for shape in shapes if shape.rank == len(given)]
+    if len(shapes) < len(inputs) and not images:  # The images may be an input of unknown rank.
+        return
     fits = any(shape[1:].is_compatible_with(given[1:]) for shape in images)
     # Layers may add the axis of a single channel to images without one.
     fits |= given[-1] == 1 and any(shape[1:].is_compatible_with(given[1:-1]) for shape in shapes)
     if not fits:
         # With another rank, the images are most likely the tensors of the highest rank.
         rank = len(given) if images else max(shape.rank for shape in shapes)
-        expected = " or ".join(str(tuple(shape)) for shape in shapes if shape.rank == rank)
+        expected = " or ".join(dict.fromkeys(str(tuple(shape)) for shape in shapes if shape.rank == rank))
         raise ValueError(
             f"`batch_shape` must be the shape of an input of model {model!r}: {expected}. Received: "
             f"batch_shape={given}."

@@ -50,7 +50,7 @@ class Plan(PlanRecord):
         """Write the decisions of a plan for a budget to a file, for `MemoryBudget(plan=path)` and `AutoParams`.
 
         A training that reads the file rewrites an equal step, of the same batch size and version of the package,
-        without a search.
+        without a search. Save the plan of a callback after `fit`: before the first step `callback.plan` is `None`.
 
         Args:
             path: File to write.
