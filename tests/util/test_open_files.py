@@ -26,6 +26,12 @@ def test_open_descriptors_uses_second_folder_or_is_none(monkeypatch):
     assert open_files.open_descriptors() is None
 
 
+def test_open_descriptors_is_none_where_the_folder_has_the_first_three_alone(monkeypatch):
+    monkeypatch.setattr(open_files, "_FOLDERS", ("/dev/fd",))
+    monkeypatch.setattr(open_files.os, "listdir", lambda folder: ["0", "1", "2"])
+    assert open_files.open_descriptors() is None
+
+
 def test_open_file_limits_are_those_of_the_system_or_none(monkeypatch):
     resource = pytest.importorskip("resource")
     monkeypatch.setattr(

@@ -24,6 +24,8 @@ def open_file_limits() -> tuple[float, float]:
 def open_descriptors() -> list[int] | None:
     """Return the descriptors of all open files and connections; `None` where the system does not list them."""
     for folder in _FOLDERS:
-        with contextlib.suppress(OSError):
-            return [int(name) for name in os.listdir(folder)]
+        with contextlib.suppress(OSError), open(os.devnull, "rb") as probe:
+            descriptors = [int(name) for name in os.listdir(folder)]
+            if probe.fileno() in descriptors:  # Without `fdescfs`, the folder of FreeBSD has the first three alone.
+                return [descriptor for descriptor in descriptors if descriptor != probe.fileno()]
     return None
