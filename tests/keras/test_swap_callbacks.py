@@ -19,6 +19,8 @@ from keras import layers
 import tflms_sft
 from rewriters.swapping.spill_store import SpillError, SpillStore, is_in_memory
 from tflms_sft import LMS, LMSParams, RewriteError, SegmentSpec, SFTParams, SwapError
+from tflms_sft._params.swap_params import SwapParams
+from tflms_sft._planner.swap_planner import reason_without_tier
 
 X = np.random.default_rng(0).normal(size=(6, 24, 24, 3))
 Y = np.arange(6) % 3
@@ -123,6 +125,8 @@ def test_lms_infeasible_parameters_raise_before_first_step(tmp_path, options, te
 def test_lms_host_tier_without_accelerator_is_refused():
     with pytest.raises(SwapError, match="needs an accelerator.*Use `tier=.disk.`"):
         net().fit(X, Y, callbacks=[LMS(tier="host")], **SETTINGS)
+    assert reason_without_tier(SwapParams(tier="host")).startswith('`tier="host"` needs an accelerator')
+    assert not reason_without_tier(SwapParams())
 
 
 def test_lms_full_directory_is_refused_before_first_step(tmp_path, monkeypatch):

@@ -259,7 +259,7 @@ def _try_swaps(directory: str | None) -> Iterator[Finding]:
     params = SwapParams(spill_dir=directory, min_bytes=1)
     reason = reason_without_tier(params)
     if reason:
-        yield Finding(NOTE, "small step, swaps", f"this system cannot swap to disk: {reason}")
+        yield Finding(NOTE, "small step, swaps", reason)
     else:
         yield _compare_small_step("swaps", params)
 

@@ -154,7 +154,7 @@ def plans_within_budget(traced: TracedStep, params: AutoParams, advise: bool = F
         why = NO_SWAPS if isinstance(params.swap, SwapParams) else ""
         params = dataclasses.replace(params, swap=False)
     elif params.swap is True and (reason := reason_without_tier(swaps_within(params))):
-        why = f"nothing is swapped, because this system cannot swap to disk: {reason}"
+        why = f"nothing is swapped, because {reason}"
         params = dataclasses.replace(params, swap=False)
     search = _search(traced)
     least = LeastMemory(traced, search, params)

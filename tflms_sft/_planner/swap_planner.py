@@ -167,25 +167,26 @@ def make_tier(params: SwapParams) -> HostTier | DiskTier:
         SwapError: For the host tier without an accelerator, where swapped tensors would stay in the same memory, and
             for the disk tier on a system without spill files.
     """
-    has_host = properties.name().startswith("GPU") or len(tf.config.list_logical_devices("CPU")) > 1
-    if params.tier == "host" and not has_host:
-        raise SwapError(
-            '`tier="host"` needs an accelerator: without one, host memory is the memory of the device. Use '
-            '`tier="disk"`.'
-        )
+    reason = reason_without_tier(params)
+    if not reason:
+        return HostTier() if _is_host_tier(params) else DiskTier(SpillStore(params.directory, params.page_cache))
     if _is_host_tier(params):
-        return HostTier()
-    reason = reason_unsupported(params.page_cache)
-    if reason:
+        remedy = 'Use `tier="disk"`'
+    elif reason_unsupported():
         remedy = "Use tiles alone: `SFTParams`, or `swap=False` with a budget"
-        remedy = remedy if reason_unsupported() else "Use `page_cache=True`"
-        raise SwapError(f"This system cannot swap to disk: {reason}. {remedy}.")
-    return DiskTier(SpillStore(params.directory, params.page_cache))
+    else:
+        remedy = "Use `page_cache=True`"
+    raise SwapError(f"{reason[0].upper()}{reason[1:]}. {remedy}.")
 
 
 def reason_without_tier(params: SwapParams) -> str:
     """Return why no tensor can be swapped with these parameters on this system; empty if some can be."""
-    return "" if _is_host_tier(params) else reason_unsupported(params.page_cache)
+    if _is_host_tier(params):
+        has_host = properties.name().startswith("GPU") or len(tf.config.list_logical_devices("CPU")) > 1
+        text = '`tier="host"` needs an accelerator: without one, host memory is the memory of the device'
+        return "" if has_host else text
+    reason = reason_unsupported(params.page_cache)
+    return reason and f"this system cannot swap to disk: {reason}"
 
 
 def _is_host_tier(params: SwapParams) -> bool:
