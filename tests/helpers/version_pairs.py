@@ -2,7 +2,7 @@
 
     python tests/helpers/version_pairs.py [--oldest-python NAME] [--newest-python NAME] [--any-python] [--only PAIR]
 
-`tests/core.txt` lists the tests. The last lines are a table with one line per pair, also if a test failed.
+`tests/core.txt` lists the tests. The last lines are a table with one line per pair, also if a test or pip failed.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ ROOT = Path(__file__).resolve().parents[2]
 CORE = ROOT / "tests" / "core.txt"
 VERSIONS = runpy.run_path(str(ROOT / "tflms_sft" / "_version.py"))
 OLDEST, NEWEST = 0, 1
+
+MAX_OUTPUT_LINES = 15
+"""Number of last lines that are printed of the output of a command that failed."""
 
 Release = tuple[int, int]
 
@@ -143,8 +146,12 @@ def installed(pair: Pair, python: str) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     pip = [str(own), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     for command in ([python, "-m", "venv", str(folder)], [*pip, "-e", ".[test]", *pair.packages]):
-        if subprocess.run(command, cwd=ROOT, check=False).returncode:
-            raise Problem(f"This command failed: {' '.join(command)}")
+        done = subprocess.run(
+            command, cwd=ROOT, check=False, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        if done.returncode:
+            last_lines = "\n".join(done.stdout.splitlines()[-MAX_OUTPUT_LINES:])
+            raise Problem(f"This command failed: {' '.join(command)}\n{last_lines}")
     stamp.write_text(key.hexdigest(), encoding="utf-8")
     return own
 
@@ -189,22 +196,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", choices=("oldest", "newest"), help="run this pair alone")
     options = parser.parse_args(arguments)
     chosen = [pair for pair in pairs() if options.only in (None, pair.name)]
-    lines, is_ok = [], True
+    lines, problems, is_ok = [], [], True
     try:
         # Both interpreters are looked for first: the tests of a pair take minutes.
         named = [(pair, getattr(options, pair.variable.lower())) for pair in chosen]
         commands = [interpreter(pair, name, options.any_python) for pair, name in named]
-        for pair, command in zip(chosen, commands):  # noqa: B905 - Python 3.9 has no `strict`.
-            print(f"{pair.name} pair: {' '.join(pair.packages)} with {command}", flush=True)
-            python = installed(pair, command)
-            text, has_passed = run_core(python)
-            lines.append(f"{versions(python)}  {text}")
-            is_ok = is_ok and has_passed
     except Problem as problem:
         print(f"test-versions: {problem}", file=sys.stderr)
-        is_ok = False
-    print("\n".join(lines))
-    return 0 if is_ok else 1
+        return 1
+    for pair, command in zip(chosen, commands):  # noqa: B905 - Python 3.9 has no `strict`.
+        print(f"{pair.name} pair: {' '.join(pair.packages)} with {command}", flush=True)
+        try:
+            python = installed(pair, command)
+        except Problem as problem:
+            lines.append(f"{pair.name} pair: {' '.join(pair.packages)}  not installed")
+            problems.append(problem)
+            continue
+        text, has_passed = run_core(python)
+        lines.append(f"{versions(python)}  {text}")
+        is_ok = is_ok and has_passed
+    print("\n".join(lines), flush=True)
+    for problem in problems:
+        print(f"test-versions: {problem}", file=sys.stderr)
+    return 0 if is_ok and not problems else 1
 
 
 if __name__ == "__main__":

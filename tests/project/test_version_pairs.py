@@ -120,3 +120,26 @@ def test_main_prints_a_line_per_pair_and_fails_if_one_does(monkeypatch, capsys):
     table = ["CPython of mine  3 passed", "CPython of newest  2 passed, 1 failed"]
     assert capsys.readouterr().out.splitlines()[-2:] == table
     assert version_pairs.main(["--oldest-python", "mine", "--only", "oldest"]) == 0
+
+
+def test_main_reports_the_pair_that_pip_cannot_install_and_runs_the_other(monkeypatch, capsys, tmp_path):
+    pip = tmp_path / "python"
+    pip.write_text("#!/bin/sh\nseq 100\necho 'ERROR: No matching distribution' >&2\nexit 1\n")
+    pip.chmod(0o755)
+    monkeypatch.setattr(version_pairs, "ROOT", tmp_path)
+    (tmp_path / "setup.py").write_text("")
+    installed = version_pairs.installed
+    monkeypatch.setattr(
+        version_pairs, "installed", lambda pair, python: python if pair == NEWEST else installed(pair, str(pip))
+    )
+    monkeypatch.setattr(version_pairs, "interpreter", lambda pair, named, is_any: pair.name)
+    monkeypatch.setattr(version_pairs, "versions", lambda python: f"CPython of {python}")
+    monkeypatch.setattr(version_pairs, "run_core", lambda python: ("2 passed", True))
+    assert version_pairs.main([]) == 1
+    out, err = capsys.readouterr()
+    table = ["oldest pair: tensorflow==2.18.* keras==3.8.*  not installed", "CPython of newest  2 passed"]
+    assert out.splitlines()[-2:] == table
+    command, *last_lines = err.splitlines()
+    assert command.startswith(f"test-versions: This command failed: {pip} -m venv ")
+    assert len(last_lines) == version_pairs.MAX_OUTPUT_LINES
+    assert last_lines[-2:] == ["100", "ERROR: No matching distribution"]
