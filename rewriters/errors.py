@@ -14,8 +14,13 @@ class RewriteError(Exception):
     """Raised for a step, or versions of TensorFlow and Keras, that the compiler does not support.
 
     The message holds the reason and a remedy. Base class of the other errors. All are raised before a variable changes,
-    except a `BudgetError` after a measured step, a `WorkerError` during a step, and the error of a disk from which a
-    tensor is read back.
+    with these exceptions:
+
+    - a `BudgetError` after a measured step,
+    - a `WorkerError` during a step,
+    - the error of a disk from which a tensor is read back,
+    - the error of a step that receives a batch of a size that its plan does not hold for: weights are as before, but
+      the number of iterations of the optimizer and the states of random seeds may have changed.
     """
 
 
