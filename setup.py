@@ -13,9 +13,10 @@ README = HERE / "README.md"
 VERSIONS = runpy.run_path(str(HERE / "tflms_sft" / "_version.py"))
 # The upper bounds are the next major versions: pip must not refuse a release because it is newer than the tested ones.
 TENSORFLOW, KERAS = (
-    ">={}.{},<{}".format(*first, last[0] + 1) for first, last in map(VERSIONS["SUPPORTED"].get, ("tensorflow", "keras"))
+    ">={}.{},<{}".format(*first, last[0] + 1)
+    for first, last in map(VERSIONS["SUPPORTED_RELEASES"].get, ("tensorflow", "keras"))
 )
-FIRST_PYTHON, LAST_PYTHON = VERSIONS["PYTHON"]
+FIRST_PYTHON, LAST_PYTHON = VERSIONS["PYTHON_RELEASES"]
 
 
 def long_description() -> str:

@@ -1,14 +1,15 @@
-"""The version, and those of others that go with it, alone in a module that imports nothing: `setup.py` runs it."""
+"""The version of the package and the releases that it supports. `setup.py` runs this module, which imports nothing."""
 
 __all__ = ["__version__"]
 
 __version__ = "0.1.0"
 
-SUPPORTED = {"tensorflow": ((2, 18), (2, 21)), "keras": ((3, 8), (3, 15))}
-"""Oldest and newest release that `make test-versions` tests. Older releases are refused, newer ones used with a notice.
+SUPPORTED_RELEASES = {"tensorflow": ((2, 18), (2, 21)), "keras": ((3, 8), (3, 15))}
+"""(oldest, newest) tested release of each package, as (major, minor).
 
-The compiler reads graphs as TensorFlow and Keras trace them, so raise the newest release only after a test run.
+Older releases are refused, newer ones used with a notice. `make test-versions` tests both ends. The compiler reads
+graphs as TensorFlow and Keras trace them, so raise the newest release only after a test run.
 """
 
-PYTHON = ((3, 10), (3, 13))
-"""Oldest and newest CPython, likewise."""
+PYTHON_RELEASES = ((3, 10), (3, 13))
+"""(oldest, newest) tested release of CPython, as (major, minor)."""

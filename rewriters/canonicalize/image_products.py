@@ -87,6 +87,15 @@ def _is_adjoint(product: Node, position: int) -> bool:
 
 
 def _einsum(graph: Graph, near: Node, equation: str, operands: Sequence[Tensor], shape: Shape) -> Tensor:
+    """Add an `Einsum` op, with the device and the dtype of a replaced op, and return its result.
+
+    Args:
+        graph: The graph.
+        near: The replaced op.
+        equation: Axes of the operands and of the result, such as `"aby,yz->abz"`.
+        operands: The operands.
+        shape: Shape of the result.
+    """
     dtype = near.outputs[0][0]
     attrs = {
         "equation": tf.compat.v1.AttrValue(s=equation.encode()),

@@ -550,8 +550,8 @@ def test_doctor_with_wrong_results_fails(cli, monkeypatch):
 
 def test_doctor_with_old_or_missing_packages_fails_without_further_checks(cli, monkeypatch):
     supported = {"tensorflow": ((2, 90), (2, 91)), "nonesuch": ((1, 0), (2, 0))}
-    monkeypatch.setattr("tflms_sft._cli.doctor.SUPPORTED", supported)
-    monkeypatch.setattr("tflms_sft._util.requirements.SUPPORTED", supported)
+    monkeypatch.setattr("tflms_sft._cli.doctor.SUPPORTED_RELEASES", supported)
+    monkeypatch.setattr("tflms_sft._util.requirements.SUPPORTED_RELEASES", supported)
     code, out, _ = cli("doctor")
     failed = [line for line in out.splitlines() if line.startswith("FAILED")]
     install = 'pip install --upgrade "tensorflow>=2.90,<3" "nonesuch>=1.0,<3"'
@@ -564,9 +564,9 @@ def test_doctor_with_old_or_missing_packages_fails_without_further_checks(cli, m
 
 def test_doctor_with_newer_packages_prints_note(cli, monkeypatch):
     monkeypatch.setattr(
-        "tflms_sft._util.requirements.SUPPORTED", {"tensorflow": ((2, 0), (2, 1)), "keras": ((3, 0), (9, 0))}
+        "tflms_sft._util.requirements.SUPPORTED_RELEASES", {"tensorflow": ((2, 0), (2, 1)), "keras": ((3, 0), (9, 0))}
     )
-    monkeypatch.setattr("tflms_sft._cli.doctor.PYTHON", ((3, 0), (3, 1)))
+    monkeypatch.setattr("tflms_sft._cli.doctor.PYTHON_RELEASES", ((3, 0), (3, 1)))
     code, out, _ = cli("doctor", "--json")
     lines = {line["name"]: (line["status"], line["text"]) for line in json.loads(out)["lines"]}
     assert code == 0 and lines["small step, tiles"][0] == "ok"

@@ -13,11 +13,11 @@ import pytest
 import tensorflow as tf
 
 from tflms_sft._util.requirements import release_of
-from tflms_sft._version import SUPPORTED
+from tflms_sft._version import SUPPORTED_RELEASES
 
 WRITE = os.environ.get("GOLDEN_WRITE") == "1"
 
-HAS_OTHER_NAMES = release_of(keras.__version__) != SUPPORTED["keras"][1]
+HAS_OTHER_NAMES = release_of(keras.__version__) != SUPPORTED_RELEASES["keras"][1]
 """Whether Keras is not the version of the stored plans: a few ops of an optimizer lie in another scope then."""
 
 MOST_LINES = 80

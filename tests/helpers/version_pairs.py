@@ -63,11 +63,11 @@ class Pair:
 
 def pairs() -> tuple[Pair, Pair]:
     """Return the oldest and the newest pair."""
-    names = VERSIONS["SUPPORTED"]
+    names = VERSIONS["SUPPORTED_RELEASES"]
     oldest, newest = (
         tuple(f"{name}=={dotted(names[name][end])}.*" for name in ("tensorflow", "keras")) for end in (OLDEST, NEWEST)
     )
-    first, last = VERSIONS["PYTHON"]
+    first, last = VERSIONS["PYTHON_RELEASES"]
     releases = [(first[0], minor) for minor in range(first[1], last[1] + 1)]
     # TensorFlow 2.18 has no wheels for CPython 3.13, and Keras 3.15 needs CPython 3.11.
     return Pair("oldest", tuple(releases[:-1]), oldest), Pair("newest", tuple(releases[:0:-1]), newest)

@@ -18,14 +18,14 @@ def fresh_keras():
 
 
 def test_pairs_are_the_ends_of_the_supported_versions():
-    assert (OLDEST.pythons[0], NEWEST.pythons[0]) == version_pairs.VERSIONS["PYTHON"] == ((3, 10), (3, 13))
+    assert (OLDEST.pythons[0], NEWEST.pythons[0]) == version_pairs.VERSIONS["PYTHON_RELEASES"] == ((3, 10), (3, 13))
     assert OLDEST.packages == ("tensorflow==2.18.*", "keras==3.8.*")
     assert NEWEST.packages == ("tensorflow==2.21.*", "keras==3.15.*")
 
 
 def test_makefile_and_ruff_name_the_supported_pythons():
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
-    (first, last), (oldest, newest) = version_pairs.VERSIONS["PYTHON"], [OLDEST.pythons[0], NEWEST.pythons[0]]
+    (first, last), (oldest, newest) = version_pairs.VERSIONS["PYTHON_RELEASES"], [OLDEST.pythons[0], NEWEST.pythons[0]]
     assert re.findall(r"\((\d, \d+)\) <= v <= \((\d, \d+)\)", text) == [
         ("{}, {}".format(*first), "{}, {}".format(*last))
     ]

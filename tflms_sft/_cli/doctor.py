@@ -24,7 +24,7 @@ from tflms_sft._cli.exit_status import NOT_MET, OK, Outcome, Progress, table
 from tflms_sft._util import requirements
 from tflms_sft._util.byte_sizes import format_bytes
 from tflms_sft._util.open_files import open_file_limits
-from tflms_sft._version import PYTHON, SUPPORTED, __version__
+from tflms_sft._version import PYTHON_RELEASES, SUPPORTED_RELEASES, __version__
 
 __all__: list[str] = []
 
@@ -64,7 +64,7 @@ def execute(options: argparse.Namespace) -> Outcome:
         ("Keras", _keras),
         ("spill directory", lambda: _spill(options.spill_dir)),
     ]
-    is_supported = not any(line.name in SUPPORTED and line.status == FAILED for line in lines)
+    is_supported = not any(line.name in SUPPORTED_RELEASES and line.status == FAILED for line in lines)
     if is_supported:
         progress.say("checking TensorFlow ...")
         for name, check in checks:
@@ -90,7 +90,7 @@ def _guarded(name: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Find
 
 def _python() -> Iterator[Finding]:
     yield Finding(FINE, "tflms-sft", __version__)
-    oldest, newest = PYTHON
+    oldest, newest = PYTHON_RELEASES
     text = f"{platform.python_implementation()} {platform.python_version()}"
     tested = "{}.{} to {}.{}".format(*oldest, *newest)
     if sys.version_info[:2] < oldest:
@@ -99,7 +99,7 @@ def _python() -> Iterator[Finding]:
         yield Finding(NOTE, "Python", f"{text}; newer than the tested versions, {tested}")
     else:
         yield Finding(FINE, "Python", text)
-    for package in (*SUPPORTED, "numpy"):
+    for package in (*SUPPORTED_RELEASES, "numpy"):
         yield _version(package)
     plots = importlib.util.find_spec("matplotlib") is not None
     missing = 'not installed; charts of plans need it (pip install "tflms-sft[plot]")'
@@ -112,10 +112,10 @@ def _version(package: str) -> Finding:
         if importlib.util.find_spec(package) is None:
             return Finding(FAILED, package, f"not installed; install it with: {requirements.pip_command()}")
         version = str(getattr(importlib.import_module(package), "__version__", "of unknown version"))
-    if package in SUPPORTED and requirements.is_too_old(package, version):
+    if package in SUPPORTED_RELEASES and requirements.is_too_old(package, version):
         supported, command = requirements.supported_range(package), requirements.pip_command()
         return Finding(FAILED, package, f"{version}; supported: {supported}; install with: {command}")
-    if package in SUPPORTED and requirements.is_untested(package, version):
+    if package in SUPPORTED_RELEASES and requirements.is_untested(package, version):
         tested = requirements.supported_range(package)
         return Finding(NOTE, package, f"{version}; newer than the tested versions, {tested}")
     return Finding(FINE, package, version)

@@ -8,7 +8,7 @@ import re
 import sys
 
 from rewriters.errors import RewriteError
-from tflms_sft._version import SUPPORTED
+from tflms_sft._version import SUPPORTED_RELEASES
 
 TITLES = {"tensorflow": "TensorFlow", "keras": "Keras"}
 
@@ -41,23 +41,26 @@ def release_of(version: str) -> tuple[int, int] | None:
 def is_too_old(package: str, version: str) -> bool:
     """Return whether a version is older than the oldest supported release."""
     release = release_of(version)
-    return release is not None and release < SUPPORTED[package][0]
+    oldest, _ = SUPPORTED_RELEASES[package]
+    return release is not None and release < oldest
 
 
 def is_untested(package: str, version: str) -> bool:
     """Return whether a version is newer than the newest tested release."""
     release = release_of(version)
-    return release is not None and release > SUPPORTED[package][1]
+    _, newest = SUPPORTED_RELEASES[package]
+    return release is not None and release > newest
 
 
 def supported_range(package: str) -> str:
     """Return a text such as `"2.18 to 2.21"`."""
-    return "{}.{} to {}.{}".format(*SUPPORTED[package][0], *SUPPORTED[package][1])
+    oldest, newest = SUPPORTED_RELEASES[package]
+    return "{}.{} to {}.{}".format(*oldest, *newest)
 
 
 def pip_command() -> str:
     """Return the command that installs supported versions."""
-    bounds = (f'"{name}>={first[0]}.{first[1]},<{last[0] + 1}"' for name, (first, last) in SUPPORTED.items())
+    bounds = (f'"{name}>={first[0]}.{first[1]},<{last[0] + 1}"' for name, (first, last) in SUPPORTED_RELEASES.items())
     return f"pip install --upgrade {' '.join(bounds)}"
 
 
@@ -81,11 +84,11 @@ def check_versions(*, quiet: bool = False) -> None:
 @functools.cache
 def _pending_notices() -> list[str]:
     """Return the notices that `check_versions` has not printed yet."""
-    versions = {package: installed_version(package) for package in SUPPORTED}
+    versions = {package: installed_version(package) for package in SUPPORTED_RELEASES}
     found = {package: version for package, version in versions.items() if version is not None}
     old = [f"{TITLES[package]} {version}" for package, version in found.items() if is_too_old(package, version)]
     if old:
-        supported = " and ".join(f"{TITLES[package]} {supported_range(package)}" for package in SUPPORTED)
+        supported = " and ".join(f"{TITLES[package]} {supported_range(package)}" for package in SUPPORTED_RELEASES)
         raise RewriteError(
             f"tflms-sft needs {supported}. Found: {' and '.join(old)}. Install supported versions with: {pip_command()}"
         )
@@ -94,7 +97,7 @@ def _pending_notices() -> list[str]:
 
 def untested_text(package: str, version: str) -> str:
     """Return the notice about a version that is newer than the tested versions."""
-    major, minor = SUPPORTED[package][1]
+    _, (major, minor) = SUPPORTED_RELEASES[package]
     return (
         f"{TITLES[package]} {version} is newer than the tested versions ({supported_range(package)}). Check it with "
         f'`tflms-sft doctor`, or install a tested version with: pip install "{package}<{major}.{minor + 1}"'
