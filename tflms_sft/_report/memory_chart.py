@@ -195,7 +195,9 @@ def _predicted_panel(plan: PlanRecord, before: Measurement | None, after: Measur
 
 
 def _predicted(prediction: Prediction, label: str, color: str, *, has_swaps: bool) -> Curve:
-    begins = prediction.progress or [n / max(len(prediction.timeline), 1) for n in range(len(prediction.timeline))]
+    begins: Sequence[float] = prediction.progress or [
+        n / max(len(prediction.timeline), 1) for n in range(len(prediction.timeline))
+    ]
     if has_swaps:  # `time_ratio` includes waits for swaps, the starts of ops do not.
         begins = _stretched(begins, prediction.time_ratio)
     places = [*begins, prediction.time_ratio]
