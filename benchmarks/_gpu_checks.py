@@ -145,7 +145,7 @@ def limited(
         image_size: Height and width.
         batch: Images.
         memory: Bytes that TensorFlow may allocate.
-        reserved: Bytes of them that the budget leaves to cuDNN.
+        reserved: Bytes of them that the budget does not use.
         steps: Timed steps.
         device: "gpu" or "cpu".
         emit: Not used.

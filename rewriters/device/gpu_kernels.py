@@ -11,16 +11,12 @@ import contextlib
 import math
 import os
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
 from rewriters.device import properties
 from rewriters.ir.graph import Node
 from rewriters.ir.op_traits import Trait, ops_with
-
-if TYPE_CHECKING:
-    from rewriters.device.kernel_scratch import KernelShape
 
 __all__: list[str] = []
 
@@ -47,20 +43,19 @@ def computes_channels_last(dtype: tf.DType) -> bool:
     return (dtype == tf.float16 and capability >= _VOLTA) or (dtype == tf.bfloat16 and capability >= _AMPERE)
 
 
-def convolution_scratch(node: Node, call: KernelShape, sizes: Sequence[int]) -> int:
+def convolution_scratch(node: Node, image: int, windows: int, sizes: Sequence[int]) -> int:
     """Return the scratch bytes of a convolution or of a gradient of one on a GPU.
 
     Args:
         node: The op.
-        call: Sizes that its kernel runs on, in a loop those of a tile.
+        image: Bytes of the images that windows slide over, in a loop those of a tile.
+        windows: Bytes of the images with one pixel per window.
         sizes: Filter shape, taps first.
     """
     dtype, taps = node.outputs[0][0], sizes[:-2]
     strides = list(node.attrs["strides"].list.i[1:-1]) if "strides" in node.attrs else [1] * len(taps)
     if math.prod(taps) == 1 and math.prod(strides) == 1:
         return 0  # A matrix product.
-    image = call.images * call.large * sizes[-2] * dtype.size
-    windows = call.images * call.small * sizes[-1] * dtype.size
     is_filter_gradient = node.op in _FILTER_GRADIENTS
     channels_last = computes_channels_last(dtype)
     size = math.prod(sizes) * dtype.size

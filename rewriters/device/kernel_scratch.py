@@ -77,7 +77,11 @@ def scratch_bytes(node: Node, call: KernelShape) -> int:
         return 0
     if not properties.name().startswith("CPU"):
         sizes = _filter_sizes(node)
-        return 0 if sizes is None else convolution_scratch(node, call, sizes)
+        if sizes is None:
+            return 0
+        pixel_bytes = call.images * node.outputs[0][0].size
+        image, windows = pixel_bytes * call.large * sizes[-2], pixel_bytes * call.small * sizes[-1]
+        return convolution_scratch(node, image, windows, sizes)
     dtype = node.outputs[0][0]
     if PER_PIXEL in node.attrs:
         return call.images * call.small * dtype.size
