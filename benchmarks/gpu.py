@@ -190,6 +190,27 @@ def line(name: str, figures: Mapping[str, Any]) -> str:
     return f"{'passed' if figures['passed'] else 'FAILED'}  {name}: {', '.join(shown)}"
 
 
+def peak_table(stored: Mapping[str, Any]) -> str:
+    """Return the Markdown table of predicted and measured peaks and times; the budget is a fraction of plain's peak."""
+    title = ["check", "budget", "plain, predicted", "measured", "rewritten, predicted", "measured"]
+    lines = [[*title, "time of plain, predicted", "measured", "passed"]]
+    for name, figures in stored.items():
+        if not name.startswith("peak/") or "measured_bytes" not in figures:
+            continue
+        sizes = zip(figures["predicted_bytes"], figures["measured_bytes"], strict=True)
+        times = figures["predicted_ratio"], figures["seconds"][1] / figures["seconds"][0]
+        lines.append(
+            [
+                name.removeprefix("peak/"),
+                f"{figures['budget_fraction']:g}",
+                *(f"{number / MIB:,.0f} MiB" for pair in sizes for number in pair),
+                *(f"{ratio:.2f}" for ratio in times),
+                "yes" if figures["passed"] else "no",
+            ]
+        )
+    return _results.markdown(lines)
+
+
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = _arguments.parser("benchmarks.gpu", __doc__)
@@ -218,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         card = re.sub(r"\W+", "_", facts["name"]).strip("_").lower()
         path = options.results or _results.RESULTS / f"gpu_{card}{'_small' if options.small else ''}.json"
         stored: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-        stored |= {"provenance": _results.provenance("benchmarks.gpu", arguments), first.name: facts}
+        stored |= {**_results.provenance("benchmarks.gpu", arguments), first.name: facts}
         missing = [one for one in chosen if one.name not in stored]
         writing = threading.Lock()
 
@@ -228,6 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             figures = run(check, options.device, lock.name)
             with writing:
                 stored[check.name] = figures
+                stored["tables"] = {"peaks": peak_table(stored)}
                 path.write_text(json.dumps(stored, indent=1) + "\n")
                 print(line(check.name, figures), flush=True)
                 if "log" in figures:

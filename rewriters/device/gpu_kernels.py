@@ -20,6 +20,9 @@ from rewriters.ir.op_traits import Trait, ops_with
 
 __all__: list[str] = []
 
+SWITCHED_OFF = ("layout_optimizer", "remapping")
+"""Options of `tf.config.optimizer` that rewritten steps switch off on a GPU."""
+
 _FILTER_GRADIENTS = ops_with(Trait.CONV_FILTER_GRADIENT)
 _INPUT_GRADIENTS = ops_with(Trait.CONV_INPUT_GRADIENT)
 
@@ -84,22 +87,24 @@ def workspace_limit() -> int:
 
 
 @contextlib.contextmanager
-def without_layout_optimizer() -> Iterator[None]:
-    """Switch TensorFlow's layout optimizer off on a GPU, for the functions that are called within.
+def without_gpu_optimizers() -> Iterator[None]:
+    """Switch TensorFlow's layout optimizer and remapper off on a GPU, for the functions that are called within.
 
-    With channels first it adds transposes around tile loops and in their bodies, as large as the tiles, which no plan
-    counts. Without it kernels that compute channels first transpose their operands themselves, which plans count.
+    With channels first the layout optimizer adds transposes around tile loops and in their bodies. The remapper fuses
+    convolutions with their bias and activation, and the fused kernel transposes image and result
+    (tensorflow/core/kernels/conv_ops_fused_impl.h). No plan counts these copies, which are as large as the tiles.
     """
     if not _is_gpu():
         yield
         return
     set_options = tf.config.optimizer.set_experimental_options
-    was_on = tf.config.optimizer.get_experimental_options().get("layout_optimizer", True)
-    set_options({"layout_optimizer": False})
+    options = tf.config.optimizer.get_experimental_options()
+    were_on = {name: options.get(name, True) for name in SWITCHED_OFF}
+    set_options(dict.fromkeys(SWITCHED_OFF, False))
     try:
         yield
     finally:
-        set_options({"layout_optimizer": was_on})
+        set_options(were_on)
 
 
 def _is_gpu() -> bool:

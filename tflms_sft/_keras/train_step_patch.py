@@ -24,7 +24,7 @@ import tensorflow as tf
 
 from rewriters.canonicalize.canonicalize import CanonicalMode
 from rewriters.device import properties
-from rewriters.device.gpu_kernels import without_layout_optimizer
+from rewriters.device.gpu_kernels import without_gpu_optimizers
 from rewriters.errors import BudgetError, RewriteError
 from rewriters.estimates.op_cost import MachineRates
 from rewriters.ir import tf_internals
@@ -180,7 +180,7 @@ class StepPatch:
 
     def _insert(self) -> None:
         model, kind = self.model, self.kind
-        self._optimizer_options.enter_context(without_layout_optimizer())
+        self._optimizer_options.enter_context(without_gpu_optimizers())
         strategy = model.distribute_strategy
         self._original = getattr(model, kind.step)
         if merges_replicas(strategy):

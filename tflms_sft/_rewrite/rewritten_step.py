@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from rewriters.device.gpu_kernels import without_layout_optimizer
+from rewriters.device.gpu_kernels import without_gpu_optimizers
 from rewriters.errors import RewriteError
 from rewriters.ir import tf_internals
 from rewriters.step_importer import StepImporter
@@ -77,7 +77,7 @@ class RewrittenStep:
         """
         flat = self._flat(args, kwargs)
         try:
-            with workers_watched(), without_layout_optimizer():
+            with workers_watched(), without_gpu_optimizers():
                 return self._function(*flat)
         except BaseException as error:
             self._importer.abandon()
