@@ -102,7 +102,7 @@ def measure(*, what: str, spec: dict[str, Any], variant: dict[str, Any], emit: _
     figures = _figures(what, meter)
     figures["fixed_bytes"] = sum(_nbytes(v) for v in [*model.weights, *model.optimizer.variables])
     if rewriter is not None:
-        figures["plan"] = _without_timelines(json.loads(rewriter.plan.to_json()))
+        figures["plan"] = _without_curves(json.loads(rewriter.plan.to_json()))
         figures["plan_summary"] = rewriter.plan.summary()
         figures["predicted_peak_bytes"] = rewriter.plan.predicted.peak_bytes
         measured = rewriter.plan.measured
@@ -146,12 +146,12 @@ def _rewriter(variant: Variant) -> Any:
     return None
 
 
-def _without_timelines(plan: dict[str, Any]) -> dict[str, Any]:
-    """Return a plan's JSON without timelines, which are large and follow from the plan's settings."""
+def _without_curves(plan: dict[str, Any]) -> dict[str, Any]:
+    """Return a plan's JSON without the curves of its predictions, which are large and follow from its settings."""
     return {
-        name: _without_timelines(value) if isinstance(value, dict) else value
+        name: _without_curves(value) if isinstance(value, dict) else value
         for name, value in plan.items()
-        if name != "timeline"
+        if name not in ("progress", "timeline")
     }
 
 

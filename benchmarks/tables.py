@@ -85,7 +85,7 @@ HEADLINES = (
     ("VGG-16, 2048 px", "vgg16_2048.json", ("budget 800MiB", "budget 600MiB")),
     ("ResNet-50, 2048 px", "resnet50_2048.json", ("tiles 5/12", "swaps 2/9")),
     ("ResNet-50, 32 images of 224 px", "resnet50_224.json", ("tiles 2/5", "swaps 2/7")),
-    ("3-D U-Net, 96 voxels a side", "unet3d_96.json", ("tiles 440MiB",)),
+    ("3-D U-Net, 96 voxels a side", "unet3d_96.json", ("tiles 550MiB", "tiles 440MiB")),
 )
 """Network, results file and variants of each group of lines in the README's table."""
 
