@@ -274,7 +274,7 @@ def hidden_fraction(copies: Iterable[tuple[int, int]], kernels: Iterable[tuple[i
 
 
 def largest_batch(*, net: str, image_size: int, memory: int, steps: int, device: str, emit: _child.Emit) -> Figures:
-    """Find the largest of 2, 4, ..., 64 times the original step's batch that the planner accepts, and train with it."""
+    """Train with the largest batch that the planner accepts: 2, 4, ..., 64 times the one that fits unrewritten."""
     import tensorflow as tf
 
     import tflms_sft

@@ -1,8 +1,9 @@
-"""Predicted peak and time of plans for ten budgets, with measured ones, as a table and a picture.
+"""Predicted peak and time of plans for ten budgets, as a table and a picture.
 
     python -m benchmarks.pareto --image-size 2048 --measured benchmarks/results/vgg16_2048.json --plot front.png
 
-No step is run. Budgets are for tiles alone; the first one that no plan meets ends the search.
+`--measured` adds points from the results of other benchmarks; this one runs no step. Budgets are for tiles alone; the
+first one that no plan meets ends the search.
 """
 
 from __future__ import annotations

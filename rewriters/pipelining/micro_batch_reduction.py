@@ -17,6 +17,7 @@ from rewriters.pipelining.step_partition import StepPartition
 
 __all__: list[str] = []
 
+_USED = "is a result of the step or an operand of the update"
 _REMEDY = "Return a row for each sample, a sum or a mean over the batch, or use `micro_batches=1`."
 
 
@@ -91,20 +92,20 @@ class ReductionChooser:
             growth = BatchGrowth((0,), 1)
         if growth is None:
             raise PipelineError(
-                f"{_shown(tensor)} is returned or read by the update, but the dependence of its size on the batch "
-                f"size is unknown. Give the step a batch of known size. {_REMEDY}"
+                f"{_shown(tensor)} {_USED}, but its size may depend on the "
+                f"batch size in an unknown way. Trace the step with a known batch size. {_REMEDY}"
             )
         if not growth.axes:
             return self._of_one_value(tensor)
         if growth.axes != (0,):
             axes = " and ".join(map(str, growth.axes))
             raise PipelineError(
-                f"{_shown(tensor)} is returned or read by the update, and has the batch along axis {axes}, but rows "
+                f"{_shown(tensor)} {_USED}, and has the batch along axis {axes}, but rows "
                 "are concatenated along the first axis. Transpose it, leave it out, or use `micro_batches=1`."
             )
         if not sparse and growth.rows != 1:
             raise PipelineError(
-                f"{_shown(tensor)} is returned or read by the update, and has several rows for each sample, whose "
+                f"{_shown(tensor)} {_USED}, and has several rows for each sample, whose "
                 "order is unknown. Return it with the batch as its first axis, or use `micro_batches=1`."
             )
         scaled = tensor in self._gradients and self._mean(tensor)
@@ -118,7 +119,7 @@ class ReductionChooser:
             return MicroBatchReduction.SUM
         kind = "is not a sum over the batch" if tensor.dtype.is_integer else "has no batch axis"
         raise PipelineError(
-            f"{_shown(tensor)} is returned or read by the update, but has dtype {tensor.dtype.name} and {kind}, so it "
+            f"{_shown(tensor)} {_USED}, but has dtype {tensor.dtype.name} and {kind}, so it "
             f"cannot be combined. Leave it out. {_REMEDY}"
         )
 
@@ -129,7 +130,7 @@ class ReductionChooser:
         if tensor in self._gradients or tensor.node in self._backward:
             return self._gradients_are_means
         raise PipelineError(
-            f"{_shown(tensor)} is returned or read by the update, but may be a sum or a mean over the batch. Leave it "
+            f"{_shown(tensor)} {_USED}, but may be a sum or a mean over the batch. Leave it "
             f"out, or declare it in `reductions`. {_REMEDY}"
         )
 

@@ -286,7 +286,7 @@ def test_results_of_written_variable_and_size_are_refused(result):
         return mean(rows)
 
     step = Step(loss, result=lambda s, x: result(s, real(tf.shape(x)[0])))
-    with pytest.raises(PipelineError, match=f"combines a variable that micro-batches write with|{NO_POWER}"):
+    with pytest.raises(PipelineError, match=f"is computed from the batch size and from a variable|{NO_POWER}"):
         step.rewritten([batch(8)], "known")
     step = Step(loss, result=lambda s, x: tf.sqrt(2 * s.seen + 1))
     assert step.error(step.rewritten([batch(8)], "known"), [[batch(8)]] * 2) < TOLERANCE

@@ -30,8 +30,8 @@ def search(ratio):
     [
         (1200, 2.0, "a larger budget is much faster: a quarter more is as fast as the original step"),
         (5000, 1.001, "a larger budget is much faster: a quarter more is as fast as the original step"),
-        (5000, 1.5, "a larger budget is much faster: a quarter more takes 1.50x the time or less"),
-        (1900, 2.1, "a larger budget is much faster: a quarter more takes 2.10x the time or less, "
+        (5000, 1.5, "a larger budget is much faster: a quarter more takes at most 1.50x the time of the original step"),
+        (1900, 2.1, "a larger budget is much faster: a quarter more takes at most 2.10x the time of the original step, "
         "twice as much is as fast as the original step"),
         (5000, 2.4, ""),
         (5000, None, ""),

@@ -84,7 +84,7 @@ def peak_line(plan: Plan, *, is_replanned: bool) -> str:
     if plan.pipeline is not None:
         return ""
     if plan.measured is None:
-        reason = "this device has no memory statistics, or none of tensors so small"
+        reason = "this device has no memory statistics, or they omit tensors as small as those of this step"
         return f"tflms-sft: peak of the first step not measured: {reason}. `tflms_sft.measure` measures it."
     text, predicted = "tflms-sft: measured peak", format_bytes(plan.predicted.peak_bytes)
     if not exceeds_budget(plan):

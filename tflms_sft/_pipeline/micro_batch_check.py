@@ -268,9 +268,9 @@ class _Check:
             )
         if report.nonlinear:
             raise PipelineError(
-                f"{self.names.all(report.nonlinear)} reads a value that scales with the batch size, as gradients of a "
-                "mean do, and its result does not. Change the gradients of weights instead, before the update, or use "
-                "`micro_batches=1`."
+                f"{self.names.all(report.nonlinear)} is not linear and reads a value that scales with the batch "
+                "size, such as the gradient of a mean, so that micro-batches get another result. Apply it to the "
+                "gradients of the weights, before the update, or use `micro_batches=1`."
             )
         if report.mixed:
             raise PipelineError(_MIXED.format(f": {self.names.all(report.mixed)} adds both"))
@@ -308,9 +308,9 @@ class _Check:
         report, graph = self.report, self.analysis.graph
         if report.size_dependent_state:
             raise PipelineError(
-                f"`{report.size_dependent_state[0].name}` combines a variable that micro-batches write with the batch "
-                "size, which differs for a micro-batch. Return both, write the size to a variable too, or use "
-                "`micro_batches=1`."
+                f"`{report.size_dependent_state[0].name}` is computed from the batch size and from a variable that "
+                "every micro-batch updates. Return variable and size separately, write the size to a variable too, or "
+                "use `micro_batches=1`."
             )
         if report.scaled_rows:
             raise PipelineError(

@@ -78,7 +78,8 @@ def choose_cuts(traced: TracedStep, count: int) -> list[list[Tensor]]:
     if available < count - 1:
         raise PipelineError(
             f"`stages` must be at most {available + 1}, because this network can be cut at {available} tensor(s) only. "
-            f"Received: stages={count}. Use fewer stages, or name cuts that skip connections cross: stages=[...]."
+            f"Received: stages={count}. Use fewer stages, or name the cuts, which skip connections may cross: "
+            "stages=[...]."
         )
     largest = _best(candidates, count, 0, math.inf, max)[0] * MAX_STAGE_RATIO
     smallest = -_best(candidates, count, 0, largest, max, lambda size, sent: -size)[0] / MAX_STAGE_RATIO

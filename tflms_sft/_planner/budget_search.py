@@ -196,7 +196,7 @@ def _relative_time(ratio: float, *, is_first: bool) -> str:
     text = f"{ratio:.2f}x"
     if text == "1.00x":
         return "is as fast as the original step"
-    return f"takes {text} the time or less" if is_first else text
+    return f"takes at most {text} the time of the original step" if is_first else text
 
 
 def limit_of(traced: TracedStep, params: AutoParams) -> int:

@@ -81,11 +81,11 @@ class LMSParams(SwapParams):
     def tuned(
         cls, step: Any, memory_budget: int | str, *example_args: Any, headroom: float = 0.1, **params: Any
     ) -> LMSParams:
-        """Return parameters that swap as few tensors, as early, as a memory budget allows (TFLMS, section 5.2).
+        """Return the parameters with the fewest swaps, then the earliest swap-ins, for a budget (TFLMS, section 5.2).
 
         The search minimises `n_tensors`, then maximises `lb`, with peaks from the memory model. A run of the step
-        confirms the result; its variables are restored afterwards. A run that exceeds the budget repeats the search
-        with a smaller one.
+        confirms the result; its variables are restored afterwards. If the run exceeds the budget, the
+        search repeats with a budget that is smaller by the excess.
 
         Args:
             step (tf.function | ConcreteFunction): A training step, as for `rewrite`.
