@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -46,7 +48,7 @@ def computes_channels_last(dtype: tf.DType) -> bool:
     return (dtype == tf.float16 and capability >= _VOLTA) or (dtype == tf.bfloat16 and capability >= _AMPERE)
 
 
-def convolution_scratch(node: Node, image: int, windows: int, sizes: Sequence[int]) -> int:
+def convolution_scratch(node: Node, image: int, windows: int, sizes: Sequence[int], *, is_padded: bool) -> int:
     """Return the scratch bytes of a convolution or of a gradient of one on a GPU.
 
     Args:
@@ -54,6 +56,7 @@ def convolution_scratch(node: Node, image: int, windows: int, sizes: Sequence[in
         image: Bytes of the images that windows slide over, in a loop those of a tile.
         windows: Bytes of the images with one pixel per window.
         sizes: Filter shape, taps first.
+        is_padded: Whether the images have their padding already.
     """
     dtype, taps = node.outputs[0][0], sizes[:-2]
     strides = list(node.attrs["strides"].list.i[1:-1]) if "strides" in node.attrs else [1] * len(taps)
@@ -66,7 +69,7 @@ def convolution_scratch(node: Node, image: int, windows: int, sizes: Sequence[in
         size += image + windows
     elif node.op in _INPUT_GRADIENTS:
         size += image
-    if math.prod(strides) > 1 and "padding" in node.attrs and node.attrs["padding"].s == b"SAME":
+    if not is_padded and math.prod(strides) > 1 and "padding" in node.attrs and node.attrs["padding"].s == b"SAME":
         size += image
     workspace = 0
     if max(taps) > 3:
@@ -81,9 +84,37 @@ def convolution_scratch(node: Node, image: int, windows: int, sizes: Sequence[in
 def workspace_limit() -> int:
     """Return the bytes that cuDNN may use for the workspace of a convolution."""
     try:
-        return int(os.environ["TF_CUDNN_WORKSPACE_LIMIT_IN_MB"]) * 2**20
+        return max(int(os.environ["TF_CUDNN_WORKSPACE_LIMIT_IN_MB"]), 0) * 2**20
     except (KeyError, ValueError):
         return _DEFAULT_WORKSPACE_MIB * 2**20
+
+
+class _SwitchedOff:
+    """The options that rewritten steps switch off, with the values that they had before the first of them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_users = 0
+        self._before: dict[str, Any] = {}
+
+    def enter(self) -> None:
+        """Switch the options off if they are not yet."""
+        with self._lock:
+            if not self._num_users:
+                options = tf.config.optimizer.get_experimental_options()
+                self._before = {name: options.get(name) for name in SWITCHED_OFF}  # None is TensorFlow's default.
+                tf.config.optimizer.set_experimental_options(dict.fromkeys(SWITCHED_OFF, False))
+            self._num_users += 1
+
+    def leave(self) -> None:
+        """Restore the options after the last user."""
+        with self._lock:
+            self._num_users -= 1
+            if not self._num_users:
+                tf.config.optimizer.set_experimental_options(self._before)
+
+
+_switched_off = _SwitchedOff()
 
 
 @contextlib.contextmanager
@@ -94,18 +125,11 @@ def without_gpu_optimizers() -> Iterator[None]:
     convolutions with their bias and activation, and the fused kernel transposes image and result
     (tensorflow/core/kernels/conv_ops_fused_impl.h). No plan counts these copies, which are as large as the tiles.
     """
-    if not _is_gpu():
+    if not properties.name().startswith("GPU"):
         yield
         return
-    set_options = tf.config.optimizer.set_experimental_options
-    options = tf.config.optimizer.get_experimental_options()
-    were_on = {name: options.get(name, True) for name in SWITCHED_OFF}
-    set_options(dict.fromkeys(SWITCHED_OFF, False))
+    _switched_off.enter()
     try:
         yield
     finally:
-        set_options(were_on)
-
-
-def _is_gpu() -> bool:
-    return properties.name().startswith("GPU")
+        _switched_off.leave()

@@ -54,11 +54,13 @@ class KernelShape:
         images: Number of images.
         small: Pixels of an image on the small side: one per window.
         large: Pixels of an image on the large side, over which windows slide.
+        is_tile: Whether the images are tiles, which the emission has padded.
     """
 
     images: int
     small: int
     large: int
+    is_tile: bool = False
 
 
 def scratch_bytes(node: Node, call: KernelShape) -> int:
@@ -81,7 +83,7 @@ def scratch_bytes(node: Node, call: KernelShape) -> int:
             return 0
         pixel_bytes = call.images * node.outputs[0][0].size
         image, windows = pixel_bytes * call.large * sizes[-2], pixel_bytes * call.small * sizes[-1]
-        return convolution_scratch(node, image, windows, sizes)
+        return convolution_scratch(node, image, windows, sizes, is_padded=call.is_tile)
     dtype = node.outputs[0][0]
     if PER_PIXEL in node.attrs:
         return call.images * call.small * dtype.size
@@ -198,8 +200,8 @@ def full_call(node: Node, batch: int) -> KernelShape:
         return KernelShape(batch, 0, 0)
     if small is None or len(small) < 4:
         return KernelShape(batch, 0, 0)
-    pixels = (math.prod(int(dim or 0) for dim in (shape or ())[1:-1]) for shape in (small, large))
-    return KernelShape(batch if small[0] is None else small[0], *pixels)
+    windows, pixels = (math.prod(int(dim or 0) for dim in (shape or ())[1:-1]) for shape in (small, large))
+    return KernelShape(batch if small[0] is None else small[0], windows, pixels)
 
 
 def _shape_of_windows(node: Node, small: Shape, large: Shape) -> Shape:

@@ -91,7 +91,7 @@ def compute_capability() -> float:
     """Return the compute capability of the planned GPU, such as 8.6; 0 without one."""
     if not name().startswith("GPU"):
         return 0.0
-    details = tf.config.experimental.get_device_details(tf.config.list_physical_devices("GPU")[0])
+    details = tf.config.experimental.get_device_details(tf.config.get_visible_devices("GPU")[0])
     major, minor = details.get("compute_capability", (0, 0))
     return major + minor / 10
 

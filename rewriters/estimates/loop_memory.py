@@ -17,7 +17,7 @@ import numpy as np
 
 from rewriters.device import properties
 from rewriters.device.allocator import ExactAllocator
-from rewriters.device.kernel_scratch import KernelShape, may_take_scratch, scratch_bytes, slid_over
+from rewriters.device.kernel_scratch import KernelShape, is_convolution, may_take_scratch, scratch_bytes, slid_over
 from rewriters.device.peak_memory import (
     AllocationEvent,
     IterationTrace,
@@ -174,21 +174,27 @@ class IterationModel:
         return -(-batch // min(self.tile_loop.grid.batch, batch))
 
     def _kernel_shape(self, node: Node, tile: Tile, batch: int) -> KernelShape:
-        """Return the shape of a kernel call, for gradients of convolutions and pools and for cross-entropies."""
+        """Return the shape of a kernel call: of convolutions, their gradients, those of pools, and cross-entropies."""
         images = self._max_images(batch)
         plan = self.tile_loop.plans.get(node)
         if plan is not None and PER_PIXEL in node.attrs:
             rows = [p.computed.size[i] for p, i in zip(plan, tile, strict=True) if p.computed is not None]
             return KernelShape(images, math.prod(map(int, rows)), 0)
-        if plan is None or len(plan[0].needs) != 3 or plan[0].needs[2] is None:
+        if plan is not None and is_convolution(node):
+            small, large = [p.computed for p in plan], [p.needs[0] for p in plan]
+        elif plan is not None and len(plan[0].needs) == 3 and plan[0].needs[2] is not None:
+            position = slid_over(node)
+            small, large = (
+                [p.needs[2] for p in plan],
+                [p.computed if position is None else p.needs[position] for p in plan],
+            )
+        else:
             return KernelShape(images, 0, 0)
-        position = slid_over(node)
-        large = [p.computed if position is None else p.needs[position] for p in plan]
-        pixels = (
+        windows, pixels = (
             math.prod(int(rows.size[i]) for rows, i in zip(region, tile, strict=True) if rows is not None)
-            for region in ([p.needs[2] for p in plan], large)
+            for region in (small, large)
         )
-        return KernelShape(images, *pixels)
+        return KernelShape(images, windows, pixels, is_tile=True)
 
     def _append(self, node: Node, original: Node, rows: Iterable[np.ndarray] | None) -> Tensor:
         """Append a stand-in whose results have `rows` along each axis; `None` for results of constant size."""

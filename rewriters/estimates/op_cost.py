@@ -263,7 +263,8 @@ class CostModel:
         tiles = math.prod(tile_loop.grid.spatial)
         fraction = coverage / tiles
         images = -(-call.images * tiles // self._num_iterations(tile_loop))
-        return KernelShape(images, *(max(round(fraction * pixels), 1) for pixels in (call.small, call.large)))
+        windows, pixels = (max(round(fraction * number), 1) for number in (call.small, call.large))
+        return KernelShape(images, windows, pixels, is_tile=True)
 
     def _num_iterations(self, tile_loop: TileLoop) -> int:
         return min(tile_loop.grid.batch, self.batch) * math.prod(tile_loop.grid.spatial)

@@ -385,6 +385,10 @@ def step_stats(concrete_fn: Any, arguments: Sequence[Any]) -> Any:
         feed = {f: a.numpy() if hasattr(a, "numpy") else a for f, a in zip(feeds, arguments, strict=True)}
         options = tf.compat.v1.RunOptions(trace_level=tf.compat.v1.RunOptions.FULL_TRACE)
         config = tf.compat.v1.ConfigProto(device_count={"CPU": len(tf.config.list_logical_devices("CPU"))})
+        toggles = config.graph_options.rewrite_options
+        for name, is_on in tf.config.optimizer.get_experimental_options().items():
+            if name in ("layout_optimizer", "remapping") and not is_on:
+                setattr(toggles, name, type(toggles).OFF)
         with tf.compat.v1.Session(graph=graph, config=config) as session:
             session.run(assign)
             # Fetch tensors, not their ops: Grappler drops ops without effect that are not fetched.

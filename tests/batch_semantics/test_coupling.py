@@ -268,11 +268,14 @@ def test_zero_gradients_are_accepted_as_sums():
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda dy: tf.clip_by_value(dy, -0.01, 0.01), r"Minimum\) reads a value that scales with the batch size"),
+        (
+            lambda dy: tf.clip_by_value(dy, -0.01, 0.01),
+            r"Minimum\) is not linear and reads a value that scales with the batch size",
+        ),
         (lambda dy: tf.clip_by_norm(dy, 0.1), r"they mix samples of the batch: `clip_by_norm"),
-        (lambda dy: 0.01 * tf.sign(dy), r"Sign\) reads a value that scales with the batch size"),
-        (lambda dy: tf.abs(dy), r"Abs\) reads a value that scales with the batch size"),
-        (lambda dy: tf.square(dy), r"Square\) reads a value that scales with the batch size"),
+        (lambda dy: 0.01 * tf.sign(dy), r"Sign\) is not linear and reads a value that scales with the batch size"),
+        (lambda dy: tf.abs(dy), r"Abs\) is not linear and reads a value that scales with the batch size"),
+        (lambda dy: tf.square(dy), r"Square\) is not linear and reads a value that scales with the batch size"),
     ],
 )
 def test_gradients_changed_in_backward_pass_are_refused(function, message):

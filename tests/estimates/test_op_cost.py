@@ -297,7 +297,7 @@ def test_iteration_call_has_images_of_one_tile(batch, grid):
         pixels = 120 // math.prod(grid)
         coverage = _coverage(analysis, tile_loop, node)
         assert costs._iteration_call(call, tile_loop, coverage) == kernel_scratch.KernelShape(
-            math.ceil(IMAGES / batch), pixels, pixels
+            math.ceil(IMAGES / batch), pixels, pixels, is_tile=True
         )
 
 

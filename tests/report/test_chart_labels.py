@@ -159,7 +159,7 @@ def test_last_loop_ends_with_the_step_that_waits_for_swaps(progress):
         ("micro_1/sft/s/forward/while/body/_3/while/PadV2", "PadV2 (in the forward loop of s)"),
         ("sft/segment1/forward/Empty_2", "result of the forward loop of segment1 (Empty_2)"),
         ("sft/segment1/backward2/while", "the backward loop 2 of segment1"),
-        ("sft/segment1/forward2/truediv", "truediv (in the forward loop 2 of segment1)"),
+        ("sft/segment1/forward2/truediv", "truediv (beside the forward loop 2 of segment1)"),
         ("lms/functional_1/conv_1/Relu/swap_in_0", "conv_1/Relu, swapped in"),
         ("f/lstm/while/body/_1/f/lstm/while/cell/mul", "lstm/cell/mul"),
         ("compile_loss/mse/Mean", "compile_loss/mse/Mean"),

@@ -13,7 +13,6 @@ Evaluation and prediction work alike with another `StepKind`; see `forward_step_
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import warnings
@@ -120,7 +119,6 @@ class StepPatch:
         self._num_replicas = 1
         self._replicas: Replicas | None = None
         self._corrections = {} if corrections is None else corrections
-        self._optimizer_options = contextlib.ExitStack()
         self.watch = PeakWatch()
 
     @property
@@ -180,7 +178,6 @@ class StepPatch:
 
     def _insert(self) -> None:
         model, kind = self.model, self.kind
-        self._optimizer_options.enter_context(without_gpu_optimizers())
         strategy = model.distribute_strategy
         self._original = getattr(model, kind.step)
         if merges_replicas(strategy):
@@ -236,7 +233,6 @@ class StepPatch:
         if not self.is_installed:
             return
         object.__delattr__(model, self.kind.slot)
-        self._optimizer_options.close()
         for planned in self._planned:
             planned.abandon()
         for name, saved in self._saved_attributes.items():
@@ -276,7 +272,7 @@ class StepPatch:
                 batches = list(itertools.islice(iterator, self.model.steps_per_execution))
                 self._select_size(batches[0])
                 iterator = iter(batches)
-            with workers_watched():
+            with workers_watched(), without_gpu_optimizers():
                 return self._run_measured(iterator, peeked)
         except (StopIteration, tf.errors.OutOfRangeError):
             raise  # The normal end of an epoch.

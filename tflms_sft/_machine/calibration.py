@@ -158,7 +158,16 @@ def _key() -> str:
     """Return a hash of everything that rates depend on."""
     gpus = tf.config.get_visible_devices("GPU") if properties.name().startswith("GPU") else []
     chip = str(tf.config.experimental.get_device_details(gpus[0]).get("device_name")) if gpus else _processor()
-    parts = (VERSION, tf.__version__, chip, _threads(), num_cores(), properties.has_allocator_stats())
+    parts: tuple[object, ...] = (
+        VERSION,
+        tf.__version__,
+        chip,
+        _threads(),
+        num_cores(),
+        properties.has_allocator_stats(),
+    )
+    if gpus:
+        parts += (tf.config.experimental.tensor_float_32_execution_enabled(),)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 

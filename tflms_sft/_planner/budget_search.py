@@ -65,6 +65,9 @@ MAX_HELPFUL_FRACTION = 0.95
 HALF_PRECISION_FRACTION = 0.75
 """Assumed bytes beside variables in half precision, over those in float32, which some gradients and sums keep."""
 
+MIN_HEADROOM = 0.05
+"""The smallest headroom that an error suggests, because peaks vary."""
+
 MAX_NAMES = 6
 """Layers after which the list in an error is cut short."""
 
@@ -394,7 +397,8 @@ def _remedy(traced: TracedStep, params: AutoParams, search: TileSearch, smallest
     budget, fixed = params.memory_budget, traced.fixed_bytes
     larger = f'Pass memory_budget="{enough_bytes(smallest)}" or more ({time_text(plan.time_ratio)})'
     headroom = math.floor(100 * (1 - plan.peak.peak_bytes * traced.correction / budget)) / 100
-    if traced.correction <= 1 and headroom >= 0:  # After a step above its prediction more headroom is the remedy.
+    # After a step above its prediction more headroom is the remedy.
+    if traced.correction <= 1 and headroom >= MIN_HEADROOM:
         larger += f", or `headroom={headroom:g}` with the same budget"
     if params.swap is False and traced.analysis.backward and not reason_without_tier(swaps_within(params)):
         peak = LeastMemory(traced, search, dataclasses.replace(params, swap=True)).smallest().peak

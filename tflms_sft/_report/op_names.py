@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 _MICRO_BATCH = re.compile(r"^micro_\d+/")
-_TILE_LOOP = re.compile(r"sft/([^/]+)/([^/]+)/(?:while/body/[^/]+/while/)?(.+)")
+_TILE_LOOP = re.compile(r"sft/([^/]+)/([^/]+)/(while/body/[^/]+/while/)?(.+)")
 _BUFFER = re.compile(r"Empty(?:_\d+)?")
 _SWAPPED_IN = re.compile(r"lms/(.+)/swap_in_\d+")
 _KERAS_LOOP = re.compile(r"(.+)/while/body/[^/]+/\1/while/(.+)")
@@ -49,12 +49,13 @@ def _text(name: str, *, with_model: bool) -> str:
     name = _MICRO_BATCH.sub("", name)
     match = _TILE_LOOP.fullmatch(name)
     if match:
-        loop, op = f"the {loop_text(match[1], match[2])}", match[3]
+        loop, op = f"the {loop_text(match[1], match[2])}", match[4]
         if op == "while":
             return loop
         if _BUFFER.fullmatch(op):
             return f"result of {loop} ({op})"
-        return f"{_path(op.removeprefix(_GRADIENT), with_model)} (in {loop})"
+        where = "in" if match[3] else "beside"
+        return f"{_path(op.removeprefix(_GRADIENT), with_model)} ({where} {loop})"
     match = _SWAPPED_IN.fullmatch(name)
     if match:
         return f"{_path(match[1], with_model)}, swapped in"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from rewriters.device import properties
+from rewriters.device.gpu_kernels import without_gpu_optimizers
 from rewriters.errors import RewriteError
 from rewriters.ir import tf_internals
 from rewriters.swapping.tiers import Tier
@@ -139,7 +141,8 @@ def measure(step: Any, *args: Any, timelines: bool = False, **kwargs: Any) -> Me
             run(*args, **kwargs)
             measurement = read_peak(in_use or 0, step_bytes, tiers)
         if measurement is None or timelines:
-            lines = _timelines(concrete_fn, arguments)
+            with without_gpu_optimizers() if isinstance(step, RewrittenStep) else contextlib.nullcontext():
+                lines = _timelines(concrete_fn, arguments)
             peak = Measurement(lines[0].peak_bytes, RECORDS_SOURCE) if measurement is None else measurement
             measurement = dataclasses.replace(peak, timelines=lines)
     finally:
