@@ -14,13 +14,10 @@ from keras import layers
 
 import tflms_sft
 from tflms_sft import AutoParams, LMSParams, SegmentSpec, SFTParams
-from tflms_sft._planner.barrier_search import Barriers
-from tflms_sft._planner.traced_step import analyse_step, reasons
 from tflms_sft._report.memory_chart import MAX_LARGEST, Span, merge_spans
 from tflms_sft._report.op_names import short_op_names
 from tflms_sft._report.plan_records import PlannedSwap
 from tflms_sft._report.summary import rows
-from tflms_sft._trace.step_tracing import trace_step
 from tflms_sft._util.byte_sizes import format_bytes
 
 IMAGES = np.zeros((2, 32, 32, 3), "float32")
@@ -104,25 +101,6 @@ def test_summary_lists_layers_not_rewritten(step):
     lines = tflms_sft.rewrite(step, SFTParams((2, 2)), IMAGES).plan.summary().splitlines()
     reason = lines[lines.index("  not rewritten:") + 1]
     assert reason.startswith("    layer 'mean' (GlobalAveragePooling2D): Mean: it reduces over the image")
-
-
-def test_plan_lists_no_op_whose_tensors_are_small():
-    image = x = keras.Input((64, 64, 3))
-    for _ in range(3):
-        x = keras.layers.ReLU()(keras.layers.BatchNormalization()(keras.layers.Conv2D(32, 3, padding="same")(x)))
-    model = keras.Model(image, keras.layers.Conv2D(1, 1, activation="sigmoid")(x))
-    model.compile("sgd", "binary_crossentropy", jit_compile=False)
-    model._symbolic_build(data_batch=(np.zeros((4, 64, 64, 3)), np.zeros((4, 64, 64, 1))))
-    step = tf.function(lambda x, y: model.train_step((x, y)))
-    specs = [tf.TensorSpec((4, 64, 64, channels), keras.config.floatx()) for channels in (3, 1)]
-    concrete_fn, record = trace_step(step, specs, {})
-    traced = analyse_step(concrete_fn, record, 4)
-    plan = tflms_sft.rewrite(step, SFTParams((2, 1)), *specs).plan
-    assert plan.segments and not plan.left_alone and "  not rewritten:" not in plan.summary()
-    left = Barriers(traced).left
-    assert [item.reason.split(":")[0] for item in left] == ["GreaterEqual", "Select"]
-    logits_bytes = np.prod(specs[1].shape) * specs[1].dtype.size
-    assert not reasons(traced, left, 200 * logits_bytes + 1) and reasons(traced, left, 200 * logits_bytes)
 
 
 def test_plan_str_is_summary(plan):

@@ -239,7 +239,7 @@ def plan_of(planned: Planned) -> Plan:
         ),
         rest_waiting_bytes=outside.waiting_bytes,
         rest_time_share=outside.time_share,
-        left_alone=reasons(traced, planned.inside.left, after.peak_bytes),
+        left_alone=reasons(traced, planned.inside.left),
         original=original,
         predicted=after,
         pipeline=pipeline,

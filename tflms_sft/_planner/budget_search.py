@@ -372,7 +372,7 @@ def _too_small(traced: TracedStep, params: AutoParams, search: TileSearch, least
         budget, is_used = int(params.memory_budget), traced.in_used_process
         corrected += f" {excess_remedy(traced.correction, budget, peak.peak_bytes, is_used=is_used)}".rstrip()
     parts, name = takes_most(traced, plan.plans, peak)
-    layers = unsupported_layers(traced, search.left, peak.peak_bytes)
+    layers = unsupported_layers(traced, search.left)
     untiled = f" Not tiled: {shortened(layers, MAX_NAMES)}." if layers else ""
     error = BudgetError(
         "`memory_budget` is too small for this step. Received: memory_budget="

@@ -25,7 +25,6 @@ from rewriters.ir.graph import Graph, Node, Tensor
 from rewriters.tiling.ft_segments import SkippedOps
 from rewriters.tiling.segment import Segment
 from rewriters.tiling.tile_planner import TileLoop
-from tflms_sft._report.memory_chart import MIN_FRACTION
 from tflms_sft._report.peak_report import NamedSizes, PeakNames, largest_tensors, saved_in_loops, transient_memory
 from tflms_sft._report.plan import Plan
 from tflms_sft._report.plan_records import Prediction
@@ -362,7 +361,7 @@ def emit_and_describe(
         ),
         rest_waiting_bytes=outside.waiting_bytes,
         rest_time_share=outside.time_share,
-        left_alone=reasons(traced, left, predicted.peak_bytes),
+        left_alone=reasons(traced, left),
         original=original,
         predicted=predicted,
         memory_budget=budget,
@@ -446,34 +445,20 @@ def _progress(
     return tuple(round(done / traced.seconds, 6) for done in begins)
 
 
-def reasons(traced: TracedStep, left: Sequence[SkippedOps], peak_bytes: int) -> tuple[tuple[str, str], ...]:
-    """Return pairs of a layer and the first reason why it cannot be tiled.
-
-    The smallest ops, whose tensors together are below `MIN_FRACTION` of a peak, are left out.
-    """
+def reasons(traced: TracedStep, left: Sequence[SkippedOps]) -> tuple[tuple[str, str], ...]:
+    """Return pairs of a layer and the first reason why it cannot be tiled."""
     reasons: dict[str, str] = {}
     shown = peak_names(traced)
-    sizes = sorted((_largest_bytes(traced, item.name), n) for n, item in enumerate(left) if not item.last)
-    sums = itertools.accumulate(size for size, _ in sizes)
-    small = {n for (_, n), total in zip(sizes, sums, strict=True) if total < MIN_FRACTION * peak_bytes}
-    for item in (item for n, item in enumerate(left) if n not in small):
+    for item in left:
         names = list(dict.fromkeys(_layer_name(traced, op) for op in (item.name, item.last) if op))
         reasons.setdefault(" to ".join(names), shown.in_text(item.reason, traced.analysis.graph))
     return tuple(reasons.items())
-
-
-def _largest_bytes(traced: TracedStep, op: str) -> int:
-    """Return the bytes of the largest tensor that an op reads or computes."""
-    node = traced.analysis.graph.nodes[op]
-    tensors = (*node.inputs, *map(node.out, range(len(node.outputs))))
-    return max((tensor.num_bytes(traced.batch) for tensor in tensors), default=0)
 
 
 def _layer_name(traced: TracedStep, op: str) -> str:
     return part_name(traced.record, op) or f"op {op!r}"
 
 
-def unsupported_layers(traced: TracedStep, left: Sequence[SkippedOps], peak_bytes: int) -> list[str]:
-    """Return the names of layers that cannot be tiled, and ops of no layer with the reasons, as `reasons` does."""
-    pairs = reasons(traced, left, peak_bytes)
-    return [name if name.startswith("layer ") else f"{name} ({reason})" for name, reason in pairs]
+def unsupported_layers(traced: TracedStep, left: Sequence[SkippedOps]) -> list[str]:
+    """Return the names of layers that cannot be tiled, and ops of no layer with the reasons."""
+    return [name if name.startswith("layer ") else f"{name} ({reason})" for name, reason in reasons(traced, left)]

@@ -25,7 +25,7 @@ MAX_LARGEST = 5
 """Number of bars with a name of their own."""
 
 MIN_FRACTION = 0.01
-"""Fraction of the peak below which an item, or an op that is not rewritten, is not named."""
+"""Fraction of the peak below which an item is not named."""
 
 MAX_NAME_LENGTH = 96
 """Number of characters above which the middle of a bar's name is left out."""
