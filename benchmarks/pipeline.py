@@ -274,20 +274,16 @@ def assumptions() -> str:
 def models_text(results: Figures) -> str:
     """Return all tables of `models`."""
     name = f"ResNet-{9 * results['blocks'] + 2}-v2"
+    entries = [(name, results["image_size"], figures) for figures in results["resnet"].values()]
+    entries += [(f"U-Net {title}", figures["rows"], figures) for title, figures in results["unets"].items()]
     parts = []
     nets: dict[str, Sequence[Figures]] = {}
-    for count, figures in results["resnet"].items():
-        size = f"{results['image_size']} x {results['image_size']}"
+    for title, rows, figures in entries:
+        count = f"{len(figures['stages'])} stages"
         peak = f"{figures['plain_peak_bytes'] / _pipeline_models.GIB:.1f} GiB on one device"
-        parts.append(f"{name}, {size}, {figures['parameters']:,} parameters, {count} stages; {peak}:")
+        parts.append(f"{title}, {rows} x {rows}, {figures['parameters']:,} parameters, {count}; {peak}:")
         parts.append(stage_table(figures["stages"]))
-        nets[f"{name}, {count} stages"] = figures["stages"]
-    for title, figures in results["unets"].items():
-        peak = f"{figures['plain_peak_bytes'] / _pipeline_models.GIB:.1f} GiB on one device"
-        size = f"{figures['rows']} x {figures['rows']}"
-        parts.append(f"U-Net {title}, {size}, {figures['parameters']:,} parameters; {peak}:")
-        parts.append(stage_table(figures["stages"]))
-        nets[f"U-Net {title}, {len(figures['stages'])} stages"] = figures["stages"]
+        nets[f"{title}, {count}"] = figures["stages"]
     parts += ["Speedup over basic with as many images, and memory of the fullest device:", predictions_table(nets)]
     return "\n\n".join([*parts, assumptions(), scaling_tables(results)])
 

@@ -71,9 +71,9 @@ def scratch_bytes(node: Node, call: KernelShape) -> int:
         call: Sizes that its kernel runs on, in a loop those of a tile.
 
     Returns:
-        Bytes; 0 for other ops. The gradient of max pooling recomputes the maxima with their positions. A
-            cross-entropy needs an entry per pixel. oneDNN copies a filter, or its gradient, once between the layout of
-            TensorFlow and its own.
+        Bytes; 0 for other ops, and on a GPU for all but convolutions. The gradient of max pooling recomputes the maxima
+            with their positions. A cross-entropy needs an entry per pixel. oneDNN copies a filter, or its gradient,
+            once between the layout of TensorFlow and its own.
     """
     if not node.outputs:
         return 0

@@ -385,9 +385,11 @@ def step_stats(concrete_fn: Any, arguments: Sequence[Any]) -> Any:
         feed = {f: a.numpy() if hasattr(a, "numpy") else a for f, a in zip(feeds, arguments, strict=True)}
         options = tf.compat.v1.RunOptions(trace_level=tf.compat.v1.RunOptions.FULL_TRACE)
         config = tf.compat.v1.ConfigProto(device_count={"CPU": len(tf.config.list_logical_devices("CPU"))})
+        # A session ignores the options of the eager runtime.
         toggles = config.graph_options.rewrite_options
         for name, is_on in tf.config.optimizer.get_experimental_options().items():
-            if name in ("layout_optimizer", "remapping") and not is_on:
+            field = toggles.DESCRIPTOR.fields_by_name.get(name)
+            if is_on is False and field is not None and field.enum_type is not None:
                 setattr(toggles, name, type(toggles).OFF)
         with tf.compat.v1.Session(graph=graph, config=config) as session:
             session.run(assign)

@@ -13,6 +13,7 @@ from benchmarks import _results
 from rewriters.canonicalize.canonicalize import read_canonical
 from rewriters.device import gpu_kernels, properties
 from rewriters.device.kernel_scratch import op_scratch
+from rewriters.ir import tf_internals
 
 MEASURED = json.loads((_results.RESULTS / "gpu_nvidia_h200.json").read_text())
 OPS = {"forward": "Conv2D", "input gradient": "Conv2DBackpropInput", "filter gradient": "Conv2DBackpropFilter"}
@@ -157,6 +158,23 @@ def test_options_return_after_the_last_of_two_users(optimizers):
     assert options() == {**optimizers, **OFF}
     second.__exit__(None, None, None)
     assert options() == optimizers
+
+
+def test_records_of_a_run_have_the_options_of_the_eager_runtime(monkeypatch):
+    seen, session = [], tf.compat.v1.Session
+
+    def watched(*, graph, config):
+        rewrite = config.graph_options.rewrite_options
+        seen.append({name: getattr(rewrite, name) == rewrite.OFF for name in gpu_kernels.SWITCHED_OFF})
+        return session(graph=graph, config=config)
+
+    step = tf.function(lambda x: x + 1, autograph=False).get_concrete_function(tf.TensorSpec([2]))
+    monkeypatch.setattr(tf.compat.v1, "Session", watched)
+    tf_internals.step_stats(step, [tf.ones(2)])
+    monkeypatch.setattr(properties, "name", lambda: "GPU:0")
+    with gpu_kernels.without_gpu_optimizers():
+        tf_internals.step_stats(step, [tf.ones(2)])
+    assert seen == [dict.fromkeys(OFF, False), dict.fromkeys(OFF, True)]
 
 
 def test_a_fit_runs_its_steps_alone_without_two_optimizers(monkeypatch):

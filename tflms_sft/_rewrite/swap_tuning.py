@@ -84,8 +84,8 @@ class LMSParams(SwapParams):
         """Return the parameters with the fewest swaps, then the earliest swap-ins, for a budget (TFLMS, section 5.2).
 
         The search minimises `n_tensors`, then maximises `lb`, with peaks from the memory model. A run of the step
-        confirms the result; its variables are restored afterwards. If the run exceeds the budget, the
-        search repeats with a budget that is smaller by the excess.
+        confirms the result; its variables are restored afterwards. If the run exceeds the budget, the search
+        repeats with a budget that is smaller by the excess.
 
         Args:
             step (tf.function | ConcreteFunction): A training step, as for `rewrite`.

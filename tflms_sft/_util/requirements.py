@@ -85,14 +85,14 @@ def check_versions(*, quiet: bool = False) -> None:
 def _pending_notices() -> list[str]:
     """Return the notices that `check_versions` has not printed yet."""
     versions = {package: installed_version(package) for package in SUPPORTED_RELEASES}
-    found = {package: version for package, version in versions.items() if version is not None}
-    old = [f"{TITLES[package]} {version}" for package, version in found.items() if is_too_old(package, version)]
+    installed = {package: version for package, version in versions.items() if version is not None}
+    old = [f"{TITLES[package]} {version}" for package, version in installed.items() if is_too_old(package, version)]
     if old:
         supported = " and ".join(f"{TITLES[package]} {supported_range(package)}" for package in SUPPORTED_RELEASES)
         raise RewriteError(
             f"tflms-sft needs {supported}. Found: {' and '.join(old)}. Install supported versions with: {pip_command()}"
         )
-    return [untested_text(package, version) for package, version in found.items() if is_untested(package, version)]
+    return [untested_text(package, version) for package, version in installed.items() if is_untested(package, version)]
 
 
 def untested_text(package: str, version: str) -> str:
