@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import tensorflow as tf
 
 from rewriters.device.allocator import Allocator, BestFitAllocator, ExactAllocator
+from rewriters.device.cards import planned_card
 from rewriters.ir import tf_internals
 from rewriters.ir.graph import Node
 from rewriters.ir.op_traits import Trait, ops_with
@@ -82,15 +83,20 @@ def allocates(node: Node) -> bool:
 
 
 def name() -> str:
-    """Return the device whose memory is planned: the first GPU if there is one."""
-    return "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
+    """Return the device whose memory is planned: the card that plans are made for, otherwise the first GPU."""
+    return "GPU:0" if planned_card() or tf.config.list_logical_devices("GPU") else "CPU:0"
+
+
+def compute_capability() -> float:
+    """Return the compute capability of the planned GPU, such as 8.6; 0 without one."""
+    card = planned_card()
+    if card is not None:
+        return card.compute_capability
+    return _compute_capability() if name().startswith("GPU") else 0.0
 
 
 @functools.cache
-def compute_capability() -> float:
-    """Return the compute capability of the planned GPU, such as 8.6; 0 without one."""
-    if not name().startswith("GPU"):
-        return 0.0
+def _compute_capability() -> float:
     details = tf.config.experimental.get_device_details(tf.config.get_visible_devices("GPU")[0])
     major, minor = details.get("compute_capability", (0, 0))
     return major + minor / 10
@@ -98,18 +104,25 @@ def compute_capability() -> float:
 
 def has_allocator_stats() -> bool:
     """Return whether the device's allocator reports its peak: a GPU's does, and a CPU's with oneDNN."""
+    return planned_card() is not None or _has_allocator_stats(name())
+
+
+@functools.cache
+def _has_allocator_stats(device: str) -> bool:
     try:
-        tf.config.experimental.get_memory_info(name())
+        tf.config.experimental.get_memory_info(device)
     except (ValueError, RuntimeError, tf.errors.OpError):
         return False
     return True
 
 
-@functools.cache
 def min_counted_bytes() -> int:
     """Return the bytes below which a block is not in the allocator's statistics, as on a CPU with oneDNN."""
-    if not has_allocator_stats():
-        return 0
+    return _min_counted_bytes() if planned_card() is None and has_allocator_stats() else 0
+
+
+@functools.cache
+def _min_counted_bytes() -> int:
     for size in (2**power for power in range(8, 21)):
         before = tf.config.experimental.get_memory_info(name())["current"]
         # While a step is traced, an op without this scope would allocate nothing.
@@ -124,6 +137,9 @@ def min_counted_bytes() -> int:
 
 def memory_limit() -> int:
     """Return the bytes that TensorFlow may allocate on the planned device."""
+    card = planned_card()
+    if card is not None:
+        return card.memory_limit
     return tf_internals.memory_limits()[name()]
 
 
@@ -147,11 +163,12 @@ def pools(scale: int) -> Iterator[Allocator]:
 
 
 def _grows() -> bool:
+    if planned_card() is not None:
+        return False
     gpus = tf.config.list_physical_devices("GPU")
     return not gpus or bool(tf.config.experimental.get_memory_growth(gpus[0]))
 
 
-@functools.cache
 def unfolds_convolutions() -> bool:
     """Return whether convolution gradients unfold the image (im2col), as TensorFlow's own CPU kernels do."""
     return name().startswith("CPU") and not has_allocator_stats()

@@ -12,6 +12,7 @@ import tflms_sft
 from benchmarks import _results
 from rewriters.canonicalize.canonicalize import read_canonical
 from rewriters.device import gpu_kernels, properties
+from rewriters.device.cards import CARDS, planning_for
 from rewriters.device.kernel_scratch import op_scratch
 from rewriters.ir import tf_internals
 
@@ -21,11 +22,10 @@ BATCH = 4
 
 
 @pytest.fixture
-def gpu(monkeypatch):
-    """Pretend that the planned device is a GPU with tensor cores."""
-    monkeypatch.setattr(properties, "name", lambda: "GPU:0")
-    monkeypatch.setattr(properties, "compute_capability", lambda: 9.0)
-    monkeypatch.setattr(properties, "unfolds_convolutions", lambda: False)
+def gpu():
+    """Plan for a GPU with tensor cores."""
+    with planning_for(CARDS["h200"]):
+        yield
 
 
 @pytest.fixture

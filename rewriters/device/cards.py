@@ -1,0 +1,129 @@
+"""Graphics cards to plan for, by the data sheets of their manufacturer: a plan needs no card in the machine."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Iterator
+
+__all__: list[str] = []
+
+GIB, MIB = 2**30, 2**20
+
+CONTEXT_BYTES = 400 * MIB
+"""Memory that the CUDA context and its libraries take, which no tensor can use; 300 to 600 MiB on most cards."""
+
+_RESERVED_MIB = ((6, 500), (7, 1050), (8, 1536), (99, 1800))
+"""MiB that TensorFlow leaves to the system, up to a major compute capability
+(tensorflow/core/common_runtime/gpu/gpu_device.cc, MinSystemMemory)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Card:
+    """Data sheet of a graphics card.
+
+    Attributes:
+        name: Name in `--device-model`.
+        title: Name of the product.
+        compute_capability: Version of its instructions, such as 8.6.
+        memory_bytes: Memory of the card.
+        memory_rate: Bytes/s between its memory and its cores.
+        host_rate: Bytes/s between its memory and the host, in one direction.
+        float32: Floating point operations/s in float32.
+        tensor_cores: Operations/s of its tensor cores without sparsity, by type; `"tf32"` is float32 that is rounded to
+            10 bits.
+    """
+
+    name: str
+    title: str
+    compute_capability: float
+    memory_bytes: int
+    memory_rate: float
+    host_rate: float
+    float32: float
+    tensor_cores: dict[str, float]
+
+    @property
+    def memory_limit(self) -> int:
+        """Return the bytes that TensorFlow allocates on the card if nothing else uses it."""
+        reserved = next(mib for major, mib in _RESERVED_MIB if int(self.compute_capability) <= major)
+        return self.memory_bytes - CONTEXT_BYTES - reserved * MIB
+
+
+_PCIE_3, _PCIE_4, _PCIE_5 = 15.75e9, 31.5e9, 63e9
+"""Bytes/s of 16 lanes in one direction."""
+
+CARDS = {
+    card.name: card
+    for card in (
+        Card(
+            name="rtx2080ti",
+            title="NVIDIA GeForce RTX 2080 Ti",
+            compute_capability=7.5,
+            memory_bytes=11 * GIB,
+            memory_rate=616e9,
+            host_rate=_PCIE_3,
+            float32=13.4e12,
+            tensor_cores={"float16": 53.8e12},
+        ),
+        Card(
+            name="rtx3090",
+            title="NVIDIA GeForce RTX 3090",
+            compute_capability=8.6,
+            memory_bytes=24 * GIB,
+            memory_rate=936e9,
+            host_rate=_PCIE_4,
+            float32=35.6e12,
+            tensor_cores={"tf32": 35.6e12, "float16": 71e12, "bfloat16": 71e12},
+        ),
+        Card(
+            name="v100-16",
+            title="NVIDIA Tesla V100 SXM2 16 GB",
+            compute_capability=7.0,
+            memory_bytes=16 * GIB,
+            memory_rate=900e9,
+            host_rate=_PCIE_3,
+            float32=15.7e12,
+            tensor_cores={"float16": 125e12},
+        ),
+        Card(
+            name="a100-40",
+            title="NVIDIA A100 SXM4 40 GB",
+            compute_capability=8.0,
+            memory_bytes=40 * GIB,
+            memory_rate=1555e9,
+            host_rate=_PCIE_4,
+            float32=19.5e12,
+            tensor_cores={"tf32": 156e12, "float16": 312e12, "bfloat16": 312e12},
+        ),
+        Card(
+            name="h200",
+            title="NVIDIA H200 SXM 141 GB",
+            compute_capability=9.0,
+            memory_bytes=140 * GIB,
+            memory_rate=4800e9,
+            host_rate=_PCIE_5,
+            float32=67e12,
+            tensor_cores={"tf32": 494e12, "float16": 989e12, "bfloat16": 989e12},
+        ),
+    )
+}
+"""Cards by name."""
+
+_planned: contextvars.ContextVar[Card | None] = contextvars.ContextVar("planned card", default=None)
+
+
+def planned_card() -> Card | None:
+    """Return the card that plans are made for; `None` for a device of this machine."""
+    return _planned.get()
+
+
+@contextlib.contextmanager
+def planning_for(card: Card) -> Iterator[None]:
+    """Plan for a card that need not be in this machine, within this context."""
+    token = _planned.set(card)
+    try:
+        yield
+    finally:
+        _planned.reset(token)
