@@ -8,10 +8,13 @@ import tensorflow as tf
 from equivalence import Cut, keras_step, plan
 from keras import layers
 from nets import conv
+from tensorflow.python.framework.function_def_to_graph import function_def_to_graph
 
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize import canonicalize
 from rewriters.device import kernel_scratch, properties
+from rewriters.device.cards import CARDS, planning_for
+from rewriters.emission.loop_emitter import trace_loop
 from rewriters.estimates.op_cost import DIRECT, NOMINAL, CostModel, _coverage, sum_in_order
 from rewriters.tiling.barrier_levels import assign_levels
 from rewriters.tiling.barrier_planner import BarrierPlanner, barrier_segment
@@ -206,7 +209,7 @@ def test_cost_of_loop_includes_merged_moments(count):
         size = pair.num_bytes(IMAGES)
         assert difference == pytest.approx(times * size / 1e6 - times * size / NOMINAL.touched[""])
     calls, without = CostModel(analysis, IMAGES, changed(call=1.0)), dataclasses.replace(tile_loop, moments=[])
-    assert calls.body(tile_loop) - calls.body(without) == pytest.approx(3 * count, rel=1e-3)
+    assert calls.body(tile_loop) - calls.body(without) == pytest.approx(12 * count, rel=1e-3)
 
 
 @pytest.mark.parametrize("grid", [(1, 1), (4, 1)])
@@ -313,3 +316,44 @@ def test_concurrency_savings_are_zero_for_busy_kernels(monkeypatch):
 def test_sum_in_order_rounds_after_each_addition():
     assert sum_in_order([0.1] * 10) == 0.9999999999999999
     assert sum_in_order(iter(())) == 0.0
+
+
+def emitted_ops(analysis, segment_plan):
+    """Yield (loop, number of its ops on integers, number of its other ops); views and constants are free."""
+    free = {"Const", "Identity", "NoOp", "Placeholder", "EnsureShape", "Reshape"}
+    for tile_loop in segment_plan.loops:
+        graph = trace_loop(analysis, segment_plan.segment, tile_loop)
+        (loop,) = (op for op in graph.get_operations() if op.type in ("While", "StatelessWhile"))
+        name = loop.get_attr("body").name
+        (body,) = (body for body in graph.as_graph_def().library.function if body.signature.name == name)
+        ops = [op for op in function_def_to_graph(body).get_operations() if op.type not in free]
+        host = [op for op in ops if op.outputs and all(t.dtype in (tf.int32, tf.bool) for t in op.outputs)]
+        yield tile_loop, len(host), len(ops) - len(host)
+
+
+@pytest.mark.parametrize("halo", [Halo.RECOMPUTE, Halo.CARRY])
+@pytest.mark.parametrize("body", [two(3), pooled, lambda x: conv(4, name="out")(conv(4)(layers.ReLU()(conv(4)(x))))])
+def test_cost_of_starting_ops_is_near_number_of_emitted_ops(body, halo):
+    grid = (2, 2) if halo is Halo.RECOMPUTE else (3, 1)
+    step = keras_step(body, (12, 10), IMAGES, steps=1)
+    analysis = GraphAnalysis(canonicalize.read_canonical(step.concrete_fn))
+    (segment_plan,) = plan(analysis, [Cut(grid=grid, halo=halo.value)])
+    free = {"flops": {"": math.inf}, "touched": {"": math.inf}, "weights": math.inf}
+    with planning_for(CARDS["rtx2080ti"]):
+        for tile_loop, num_host, num_device in emitted_ops(analysis, segment_plan):
+            tiles = tile_loop.grid.num_tiles
+            calls, host_calls = (
+                CostModel(analysis, IMAGES, changed(**free, **{rate: 1.0})).tile_loop(tile_loop) / tiles
+                for rate in ("call", "host_call")
+            )
+            assert calls == pytest.approx(num_device, rel=0.3), tile_loop.name
+            assert host_calls == pytest.approx(num_host, rel=0.5), tile_loop.name
+
+
+def test_accelerator_starts_ops_while_it_computes():
+    analysis, _ = tile_loops(two(3), (1, 1))
+    (first, *_) = (node for node in analysis.order if node.op == "Conv2D")
+    alone = CostModel(analysis, IMAGES).op(first)
+    for call, together in ((alone / 2, alone), (3 * alone, 3 * alone)):
+        assert CostModel(analysis, IMAGES, changed(call=call)).op(first) == pytest.approx(alone + call)
+        assert CostModel(analysis, IMAGES, changed(call=call, overlapped=True)).op(first) == pytest.approx(together)

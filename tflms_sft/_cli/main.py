@@ -12,6 +12,7 @@ import textwrap
 import traceback
 from collections.abc import Sequence
 
+from rewriters.device.cards import CARDS, planning_for
 from rewriters.errors import BudgetError, RewriteError
 from tflms_sft._cli import parser
 from tflms_sft._cli.exit_status import INTERRUPTED, NOT_MET, WRONG_ARGUMENTS, Outcome, UsageError
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     try:
         # Output of the model's own code must not mix with the result.
-        with contextlib.redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(sys.stderr), _planning_device(options):
             command = importlib.import_module(f"tflms_sft._cli.{_MODULES.get(options.command, options.command)}")
             outcome = command.execute(options)
         code = _print_outcome(outcome, options.json)
@@ -62,6 +63,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except Exception as error:
         return _report_error(error, options)
+
+
+def _planning_device(options: argparse.Namespace) -> contextlib.AbstractContextManager[None]:
+    """Return the context in which plans are made for the card of `--device-model`, if there is one."""
+    name = getattr(options, "device_model", None)
+    return planning_for(CARDS[name]) if name else contextlib.nullcontext()
 
 
 def _print_outcome(outcome: Outcome, as_json: bool) -> int:

@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rewriters.device.cards import CARDS
 from tflms_sft._cli.exit_status import EXIT_CODES
 from tflms_sft._util.byte_sizes import parse_bytes
 from tflms_sft._version import __version__
@@ -36,6 +37,7 @@ _CLUSTER_FORMS = """CLUSTER is one of
 _EXAMPLES = """examples:
   tflms-sft plan network.keras --input-shape 2048,2048,3 --budget 8GiB
   tflms-sft plan keras.applications:ConvNeXtTiny --arg weights=None --input-shape 224,224,3 --batch 32 --budget 4GiB
+  tflms-sft plan nets.py:build --input-shape 4096,4096,3 --budget auto --device-model rtx2080ti
   tflms-sft max-input nets.py:build --arg classes=5 --budget 8GiB
   tflms-sft max-batch network.keras --input-shape 512,512,3 --budget 8GiB --json
   tflms-sft run --budget 8GiB train.py --epochs 3
@@ -214,6 +216,7 @@ def _add_plan(commands: Any) -> None:
         help="with --num-tiles: compute halo rows in every tile, or carry them from strip to strip; default: recompute",
     )
     _add_planning(parser)
+    _add_device_model(parser)
     parser.add_argument("--plot", metavar="FILE", help="write a chart of memory over the step (needs matplotlib)")
     parser.add_argument("--html", metavar="FILE", help="write a page with the plan and its chart")
     _add_common(parser)
@@ -237,6 +240,7 @@ def _add_max_input(commands: Any) -> None:
     parser.add_argument("--batch", type=whole, metavar="N", help="examples of a step; default: 1, or the model's own")
     _add_budget(parser, required=True)
     _add_planning(parser)
+    _add_device_model(parser)
     _add_candidates(parser, "sizes", 32)
     _add_common(parser)
 
@@ -254,6 +258,7 @@ def _add_max_batch(commands: Any) -> None:
     _add_input_shape(parser)
     _add_budget(parser, required=True)
     _add_planning(parser)
+    _add_device_model(parser)
     _add_candidates(parser, "batch sizes", 1)
     _add_common(parser)
 
@@ -368,6 +373,14 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     text = "fraction of the budget that the prediction leaves free; default: 0.1"
     parser.add_argument("--headroom", type=fraction, metavar="FRACTION", help=text)
     parser.add_argument("--no-swap", action="store_true", help="use tiles only; swap no tensors to host memory or disk")
+
+
+def _add_device_model(parser: argparse.ArgumentParser) -> None:
+    text = (
+        "plan for a graphics card that need not be in this machine, with the rates of its data sheet: "
+        f"{', '.join(CARDS)}; default: the first GPU, otherwise the CPU"
+    )
+    parser.add_argument("--device-model", choices=tuple(CARDS), metavar="CARD", help=text)
 
 
 def _add_candidates(parser: argparse.ArgumentParser, candidates: str, multiple: int) -> None:

@@ -9,9 +9,12 @@ import json
 import os
 from typing import Any
 
+from rewriters.estimates.op_cost import NOMINAL
 from tflms_sft._cli import step_options
 from tflms_sft._cli.exit_status import Outcome, Progress, UsageError
+from tflms_sft._machine.calibration import stored_rates
 from tflms_sft._params.tile_params import SFTParams
+from tflms_sft._report.plan import Plan
 
 __all__: list[str] = []
 
@@ -34,13 +37,21 @@ def execute(options: argparse.Namespace) -> Outcome:
         step = step_options.trace(model, why, images, options)
     with progress.doing("planning"):
         plan = step.plan(params, progress)
-    text = f"{step.assumed.text()}\n{plan.summary()}"
+    text = f"{step.assumed.text()}\n{plan.summary()}\n{_times(plan)}"
     for path, write in ((options.plot, plan.plot), (options.html, plan.to_html)):
         if path:
             write(path)
             text += f"\nWritten: {path}"
     data = {"command": "plan", "assumed": dataclasses.asdict(step.assumed), "plan": json.loads(plan.to_json())}
     return Outcome(text, data)
+
+
+def _times(plan: Plan) -> str:
+    """Return the predicted times of a step, or why there are none."""
+    if stored_rates() is NOMINAL:
+        return "Seconds are not predicted: the rates of this machine are not measured"
+    before, after = plan.original.seconds, plan.predicted.seconds
+    return f"Predicted time of a step: {after:.3g} s, without rewriting {before:.3g} s"
 
 
 def _params(options: argparse.Namespace) -> Any:

@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 
 from rewriters.device import properties
+from rewriters.device.cards import planned_card
 from rewriters.errors import RewriteError
 from tflms_sft._cli import model_loading
 from tflms_sft._cli.exit_status import Progress, UsageError
@@ -23,6 +24,7 @@ from tflms_sft._planner.traced_step import TracedStep, analyse_step, collector_p
 from tflms_sft._report.plan import Plan
 from tflms_sft._rewrite.rewrite import rewrite_traced
 from tflms_sft._trace.step_tracing import trace_step
+from tflms_sft._util.byte_sizes import format_bytes
 from tflms_sft._util.text import shortened
 
 __all__: list[str] = []
@@ -357,8 +359,18 @@ def _assumed(model: Any, images: Any, targets: Any, why: str) -> Assumed:
         [(list(spec.shape), spec.dtype.name) for spec in keras.tree.flatten(targets)],
         type(model.optimizer).__name__,
         why,
-        properties.name(),
+        _device(),
     )
+
+
+def _device() -> str:
+    """Return the device whose memory is planned, as text."""
+    card = planned_card()
+    if card is None:
+        return properties.name()
+    tf32 = "tf32" in card.tensor_cores and tf.config.experimental.tensor_float_32_execution_enabled()
+    limit = format_bytes(card.memory_limit)
+    return f"{card.title} by its data sheet, {'with' if tf32 else 'without'} TF32, {limit} for TensorFlow"
 
 
 def _input_names(model: Any) -> list[str]:

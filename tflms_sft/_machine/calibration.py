@@ -24,7 +24,9 @@ from pathlib import Path
 import tensorflow as tf
 
 from rewriters.device import properties
+from rewriters.device.cards import planned_card
 from rewriters.estimates.op_cost import NOMINAL, MachineRates
+from tflms_sft._machine.card_rates import card_rates
 from tflms_sft._machine.cpu_load import OtherProcesses
 from tflms_sft._machine.rate_benchmarks import measured_rates, num_cores
 from tflms_sft._util.files import write_json
@@ -32,7 +34,7 @@ from tflms_sft._util.files import write_json
 VARIABLE = "TFLMS_SFT_RATES"
 """Environment variable: `nominal`, or a file of rates to read, and to write if there is none."""
 
-VERSION = 6
+VERSION = 7
 """Version of the file format. Files of other versions are replaced."""
 
 MEASURING_TIMEOUT_SECONDS = 120
@@ -48,7 +50,7 @@ _rates_by_path: dict[str, MachineRates] = {}
 
 
 def machine_rates(tell: Callable[[str], None] | None = None) -> MachineRates:
-    """Return the rates of this machine and device, and measure them if there are none.
+    """Return the rates of the planned device; measure those of this machine if there are none.
 
     Args:
         tell: Printer of a line before the measurement.
@@ -56,6 +58,9 @@ def machine_rates(tell: Callable[[str], None] | None = None) -> MachineRates:
     Raises:
         ValueError: If the environment names a file without rates.
     """
+    card = planned_card()
+    if card is not None:
+        return card_rates(card)
     path = rates_path()
     if path is None:
         return NOMINAL
@@ -65,10 +70,13 @@ def machine_rates(tell: Callable[[str], None] | None = None) -> MachineRates:
 
 
 def stored_rates() -> MachineRates:
-    """Return the rates of this machine without measuring: stored rates, otherwise nominal rates.
+    """Return the rates of the planned device without measuring: stored rates, otherwise nominal rates.
 
     For times that are printed and decide nothing.
     """
+    card = planned_card()
+    if card is not None:
+        return card_rates(card)
     path = rates_path()
     if path is None:
         return NOMINAL

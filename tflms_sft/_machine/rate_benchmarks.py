@@ -33,9 +33,11 @@ PASSES = 2
 MIN_RUN_SECONDS = 2e-3
 """Minimum duration of a run. Faster devices get more images."""
 
-MAX_IMAGES = 64
+MAX_IMAGES, MAX_VOLUMES = 64, 64
 
-MAX_VOLUMES = 64
+ACCELERATOR_MAX_IMAGES, ACCELERATOR_BYTES = 2048, 2**28
+"""Maximum number of images, and bytes of a tensor, on an accelerator: it handles smaller ones in less time than the
+host takes to start an op."""
 
 HEAP_BYTES, MAPPED_BYTES = 2**24, 6 * 2**24
 """Size of a result that the C library takes from its heap, and of one that it maps newly: more than the 64 MiB that its
@@ -72,8 +74,9 @@ def measured_rates() -> MachineRates:
             unfolded=unfolded,
             first_touch=fresh,
             call=_call(),
-            copied=_host() if properties.name().startswith("GPU") else min(_cache(), touched[""]),
-            overlapped=properties.name().startswith("GPU"),
+            host_call=_host_call(),
+            copied=_host() if _is_accelerator() else min(_cache(), touched[""]),
+            overlapped=_is_accelerator(),
             disk_write=write,
             disk_read=read,
         )
@@ -92,14 +95,18 @@ def _seconds(run: Callable[[], Any], runs: int = RUNS) -> float:
     return best
 
 
+def _is_accelerator() -> bool:
+    return not properties.name().startswith("CPU")
+
+
 def _num_bytes(tensors: Sequence[Any]) -> int:
     return sum(int(tf.size(t)) * t.dtype.size for t in tensors)
 
 
 def _memory_bound() -> Iterator[tuple[str, int, float]]:
     """Yield (op type, bytes touched, seconds) of memory-bound ops; the type `""` stands for all others."""
-    raw = tf.raw_ops
-    side = math.isqrt(HEAP_BYTES // 4 // 64)
+    raw, tensor_bytes = tf.raw_ops, ACCELERATOR_BYTES if _is_accelerator() else HEAP_BYTES
+    side = math.isqrt(tensor_bytes // 4 // 64)
     x, y = (tf.random.uniform((1, side, side, 64)) for _ in range(2))
     pool = {"ksize": [1, 2, 2, 1], "strides": [1, 2, 2, 1], "padding": "VALID"}
     bias, none = tf.ones(64), tf.zeros(0)
@@ -135,7 +142,7 @@ def _memory_bound() -> Iterator[tuple[str, int, float]]:
     }
     for op, (run, tensors) in cases.items():
         yield op, _num_bytes(tensors), _seconds(run)
-    side = round((HEAP_BYTES // 4 // 64) ** (1 / 3))
+    side = round((tensor_bytes // 4 // 64) ** (1 / 3))
     yield from _max_pooling("MaxPool", x)
     yield from _max_pooling("MaxPool3D", tf.random.uniform((1, side, side, side, 64)))
 
@@ -246,8 +253,8 @@ def _timed(
 
 def _enough_images() -> int:
     """Return a batch size with which a convolution takes long enough for timing."""
-    images = 1
-    while images < MAX_IMAGES and _seconds(_convolutions(images, 64)[0].run, 2) < MIN_RUN_SECONDS:
+    images, most = 1, ACCELERATOR_MAX_IMAGES if _is_accelerator() else MAX_IMAGES
+    while images < most and _seconds(_convolutions(images, 64)[0].run, 2) < MIN_RUN_SECONDS:
         images *= 2
     return images
 
@@ -289,6 +296,7 @@ def _convolutions(images: int, channels: int) -> list[_Contraction]:
 def _depthwise(images: int) -> Iterator[_Contraction]:
     """Yield a depthwise convolution and its gradients."""
     raw = tf.raw_ops
+    images = min(images, MAX_IMAGES)  # Each is as large as 16 images of the other convolutions.
     x, filters = tf.random.uniform((images, 128, 128, 64)), tf.random.uniform((3, 3, 64, 1))
     options: dict[str, Any] = {"strides": [1, 1, 1, 1], "padding": "SAME"}
     flops, moved, name = 2.0 * 9 * float(tf.size(x)), _num_bytes([x, x]), "DepthwiseConv2dNative"
@@ -361,8 +369,9 @@ def _volumes(volumes: int, channels: int) -> list[_Contraction]:
 
 def _product() -> _Contraction:
     """Return a matrix product, whose rate stands for dense layers and all ops without a rate."""
-    a = tf.random.uniform((1024, 1024))
-    return _Contraction("", lambda: tf.raw_ops.MatMul(a=a, b=a), 2.0 * 1024**3, _num_bytes([a, a, a]))
+    side = 8192 if _is_accelerator() else 1024
+    a = tf.random.uniform((side, side))
+    return _Contraction("", lambda: tf.raw_ops.MatMul(a=a, b=a), 2.0 * side**3, _num_bytes([a, a, a]))
 
 
 def _few_pixels() -> _Contraction:
@@ -387,15 +396,24 @@ def _fresh() -> float:
 
 def _call() -> float:
     """Return the seconds to start an op of a graph, measured on a chain of small ops."""
+    return _seconds_of_link(lambda x: tf.raw_ops.Softsign(features=x), tf.ones(16))
+
+
+def _host_call() -> float:
+    """Return the seconds to run an op on integers, which TensorFlow does in host memory on every device."""
+    return _seconds_of_link(lambda x: tf.raw_ops.FloorMod(x=x, y=7), tf.ones([], tf.int32))
+
+
+def _seconds_of_link(link: Callable[[Any], Any], x: Any) -> float:
+    """Return the seconds of an op in a long chain. No optimizer may merge two links."""
     number = 300
 
     @tf.function(autograph=False)
     def chain(x: Any) -> Any:
         for _ in range(number):
-            x = tf.raw_ops.Softsign(features=x)
+            x = link(x)
         return x
 
-    x = tf.ones(16)
     return _seconds(lambda: chain(x)) / number
 
 

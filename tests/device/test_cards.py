@@ -1,0 +1,64 @@
+"""Plans for graphics cards that are not in this machine: their properties, rates and predicted times."""
+
+import json
+
+import pytest
+import tensorflow as tf
+
+import tflms_sft
+from benchmarks import _nets, _results
+from rewriters.device import properties
+from rewriters.device.allocator import BestFitAllocator
+from rewriters.device.cards import CARDS, GIB, planned_card, planning_for
+from tflms_sft._machine import calibration
+from tflms_sft._machine.card_rates import card_rates
+
+
+@pytest.fixture
+def tf32():
+    before = tf.config.experimental.tensor_float_32_execution_enabled()
+    yield tf.config.experimental.enable_tensor_float_32_execution
+    tf.config.experimental.enable_tensor_float_32_execution(before)
+
+
+def test_properties_are_those_of_the_card_only_within_the_context():
+    before = properties.name(), properties.has_allocator_stats(), properties.min_counted_bytes()
+    with planning_for(CARDS["rtx2080ti"]):
+        assert properties.name() == "GPU:0" and properties.compute_capability() == 7.5
+        assert properties.has_allocator_stats() and properties.min_counted_bytes() == 0
+        assert not properties.unfolds_convolutions() and not properties.writes_in_place()
+        pool = properties.pool()
+        assert isinstance(pool, BestFitAllocator) and len(list(properties.pools(GIB))) == 1, "one region"
+    assert planned_card() is None
+    assert (properties.name(), properties.has_allocator_stats(), properties.min_counted_bytes()) == before
+
+
+@pytest.mark.parametrize(("name", "limit_mib"), [("rtx2080ti", 9651), ("a100-40", 38417)])
+def test_memory_limit_is_near_what_tensorflow_reports_on_such_a_card(name, limit_mib):
+    """Both numbers are from TensorFlow's line "Created device ... with ... MB memory" on such a card."""
+    assert CARDS[name].memory_limit / 2**20 == pytest.approx(limit_mib, rel=0.03)
+
+
+def test_rates_use_tensor_cores_only_if_the_card_and_tensorflow_do(tf32):
+    tf32(True)
+    with_tf32 = {name: card_rates(card).flops[""] for name, card in CARDS.items()}
+    tf32(False)
+    without = {name: card_rates(card).flops[""] for name, card in CARDS.items()}
+    assert {name for name in CARDS if with_tf32[name] > 1.5 * without[name]} == {"a100-40", "h200"}
+    assert all(with_tf32[name] >= without[name] for name in CARDS)
+
+
+def test_planner_takes_rates_of_the_card():
+    with planning_for(CARDS["a100-40"]):
+        assert calibration.machine_rates() == calibration.stored_rates() == card_rates(CARDS["a100-40"])
+    assert calibration.machine_rates() != card_rates(CARDS["a100-40"])
+
+
+@pytest.mark.parametrize(("net", "size", "batch"), [("vgg16", 512, 4), ("resnet50", 256, 16)])
+def test_times_of_original_steps_are_near_those_of_the_card(net, size, batch, tf32):
+    tf32(True)
+    measured = json.loads((_results.RESULTS / "gpu_nvidia_h200.json").read_text())[f"peak/{net}"]["seconds"][0]
+    step = _nets.TASKS[net].step(size, batch)
+    with planning_for(CARDS["h200"]):
+        rewritten = tflms_sft.rewrite(step, tflms_sft.AutoParams("1TiB"), *step.input_signature)
+    assert rewritten.plan.original.seconds == pytest.approx(measured, rel=0.25)

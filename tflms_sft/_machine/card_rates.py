@@ -1,0 +1,47 @@
+"""Rates of a graphics card that is not in this machine, from its data sheet."""
+
+from __future__ import annotations
+
+import math
+
+import tensorflow as tf
+
+from rewriters.device.cards import Card
+from rewriters.estimates.op_cost import NOMINAL, MachineRates
+
+__all__: list[str] = []
+
+TENSOR_CORE_FRACTION, FLOAT32_FRACTION = 0.4, 0.6
+"""Fractions of the data sheet's operations/s that convolutions reach with tensor cores, and without."""
+
+MEMORY_FRACTION = 0.7
+"""Fraction of the data sheet's bytes/s that kernels reach."""
+
+HOST_FRACTION = 0.6
+"""Fraction of the data sheet's bytes/s that copies to and from pinned host memory reach."""
+
+CALL_SECONDS, HOST_CALL_SECONDS = 1.2e-5, 2e-6
+"""Seconds in which TensorFlow starts a kernel, and computes with a few integers; measured on a server with an H200."""
+
+
+def card_rates(card: Card) -> MachineRates:
+    """Return the rates of a card for float32, with tensor cores if it has them for float32 and TensorFlow may use them.
+
+    The benchmark of a GPU has the measurements behind the fractions.
+    """
+    flops = FLOAT32_FRACTION * card.float32
+    if "tf32" in card.tensor_cores and tf.config.experimental.tensor_float_32_execution_enabled():
+        flops = max(flops, TENSOR_CORE_FRACTION * card.tensor_cores["tf32"])
+    touched = MEMORY_FRACTION * card.memory_rate
+    return MachineRates(
+        flops={"": flops},
+        touched={"": touched},
+        weights=touched,
+        first_touch=math.inf,
+        call=CALL_SECONDS,
+        host_call=HOST_CALL_SECONDS,
+        copied=HOST_FRACTION * card.host_rate,
+        overlapped=True,
+        disk_write=NOMINAL.disk_write,
+        disk_read=NOMINAL.disk_read,
+    )
