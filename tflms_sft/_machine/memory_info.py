@@ -8,6 +8,7 @@ import os
 import tensorflow as tf
 
 from rewriters.device import properties
+from rewriters.device.cards import planned_card
 from rewriters.errors import RewriteError
 
 _MEMINFO = "/proc/meminfo"
@@ -50,8 +51,11 @@ def free_device_memory() -> int:
                 'size instead: `memory_budget="4GiB"`, on the command line `--budget 4GiB`.'
             )
         return free
-    in_use = int(tf.config.experimental.get_memory_info(properties.name())["current"])
-    return max(properties.memory_limit() - in_use, 0)
+    limit = properties.memory_limit()
+    assert limit is not None
+    if planned_card() is not None:
+        return limit
+    return max(limit - int(tf.config.experimental.get_memory_info(properties.name())["current"]), 0)
 
 
 def _available() -> int | None:

@@ -10,11 +10,12 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rewriters.device import properties
 from rewriters.tiling.tile_planner import Halo
 from tflms_sft._machine.memory_info import free_device_memory
 from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._params.tile_counts import parse_num_tiles
-from tflms_sft._util.byte_sizes import parse_bytes
+from tflms_sft._util.byte_sizes import format_bytes, parse_bytes
 
 AUTO = "auto"
 """Value of `memory_budget` for a fraction of the free memory."""
@@ -228,7 +229,7 @@ class AutoParams:
         return None
 
     def resolved(self, fixed_bytes: int) -> AutoParams:
-        """Return a copy whose budget is in bytes; `"auto"` depends on the memory that is free now.
+        """Return a copy whose budget is in bytes, at most the memory of a GPU; `"auto"` depends on the free memory.
 
         Args:
             fixed_bytes: Bytes of the step's variables, which are allocated already and count towards the budget.
@@ -236,9 +237,19 @@ class AutoParams:
         Returns:
             Parameters whose `memory_budget` is an int.
         """
-        if self.memory_budget != AUTO:
-            return self
-        saved = self._saved_budget()
-        if saved is not None:
-            return dataclasses.replace(self, memory_budget=saved)
-        return dataclasses.replace(self, memory_budget=int(AUTO_BUDGET_FRACTION * (free_device_memory() + fixed_bytes)))
+        budget, limit = self.memory_budget, properties.memory_limit()
+        if budget == AUTO:
+            budget = self._saved_budget()
+        if budget is None:
+            total = free_device_memory() + fixed_bytes
+            budget = int(AUTO_BUDGET_FRACTION * (total if limit is None else min(total, limit)))
+        return dataclasses.replace(self, memory_budget=budget if limit is None else min(budget, limit))
+
+    def reduction_note(self, resolved: AutoParams) -> str:
+        """Return a note for a budget that `resolved` has reduced to the memory of the device; empty for others."""
+        if self.memory_budget == AUTO or resolved.memory_budget == self.memory_budget:
+            return ""
+        return (
+            f"planned for {format_bytes(resolved.memory_budget)} instead of {format_bytes(self.memory_budget)}: "
+            f"TensorFlow allocates no more on {properties.name()}"
+        )

@@ -19,6 +19,7 @@ from typing import Protocol
 
 import tensorflow as tf
 
+from rewriters.device import properties
 from rewriters.device.peak_memory import Peak
 from rewriters.emission.tile_pass import SegmentPlan
 from rewriters.errors import BudgetError
@@ -179,9 +180,10 @@ def _larger_budgets(traced: TracedStep, search: TileSearch, params: AutoParams, 
     texts: list[str] = []
     seconds = option.seconds
     for factor, words in LARGER_BUDGETS:
-        if seconds <= SLOW_TIME_RATIO * traced.seconds:
+        budget, memory = int(factor * params.memory_budget), properties.memory_limit()
+        if seconds <= SLOW_TIME_RATIO * traced.seconds or (memory is not None and budget > memory):
             break
-        limit = limit_of(traced, dataclasses.replace(params, memory_budget=int(factor * params.memory_budget)))
+        limit = limit_of(traced, dataclasses.replace(params, memory_budget=budget))
         tiles = traced.plain if traced.plain.peak.peak_bytes <= limit else search.fastest_within(limit)
         if tiles is not None and tiles.time_ratio * traced.seconds <= MAX_NOTED_TIME_RATIO * seconds:
             seconds = max(tiles.time_ratio, 1.0) * traced.seconds
@@ -396,6 +398,9 @@ def _remedy(traced: TracedStep, params: AutoParams, search: TileSearch, smallest
     """
     budget, fixed = params.memory_budget, traced.fixed_bytes
     larger = f'Pass memory_budget="{enough_bytes(smallest)}" or more ({time_text(plan.time_ratio)})'
+    memory = properties.memory_limit()
+    if memory is not None and smallest > memory:
+        larger = f"{properties.name()} has {format_bytes(memory)}: use a device with more memory"
     headroom = math.floor(100 * (1 - plan.peak.peak_bytes * traced.correction / budget)) / 100
     # After a step above its prediction more headroom is the remedy.
     if traced.correction <= 1 and headroom >= MIN_HEADROOM:

@@ -25,7 +25,14 @@ from rewriters.ir.graph import Graph, Node, Tensor
 from rewriters.tiling.ft_segments import SkippedOps
 from rewriters.tiling.segment import Segment
 from rewriters.tiling.tile_planner import TileLoop
-from tflms_sft._report.peak_report import NamedSizes, PeakNames, largest_tensors, saved_in_loops, transient_memory
+from tflms_sft._report.peak_report import (
+    FRAGMENTATION,
+    NamedSizes,
+    PeakNames,
+    largest_tensors,
+    saved_in_loops,
+    transient_memory,
+)
 from tflms_sft._report.plan import Plan
 from tflms_sft._report.plan_records import Prediction
 from tflms_sft._report.segment_report import describe_segment, shares
@@ -411,11 +418,14 @@ def prediction(
     """
     peak, ratio = predicted
     shown = PeakNames(traced.analysis, traced.record, names)
+    largest = largest_tensors(shown, plans, graph, peak)
+    if peak.fragmentation_bytes:
+        largest = tuple(sorted((*largest, (FRAGMENTATION, peak.fragmentation_bytes)), key=lambda item: -item[1]))
     return Prediction(
         peak_bytes=peak.peak_bytes,
         fixed_bytes=traced.fixed_bytes,
         time_ratio=ratio,
-        largest=largest_tensors(shown, plans, graph, peak),
+        largest=largest,
         timeline=peak.timeline,
         progress=_progress(traced, plans, graph, peak.timeline),
         seconds=ratio * traced.seconds,
