@@ -337,6 +337,7 @@ def replay(
     pool: Allocator,
     iterations: Mapping[str, Sequence[Sequence[AllocationEvent]]] | None = None,
     above: int = -1,
+    replicas: int = 1,
 ) -> Peak:
     """Replay a step, including iterations of loops; earlier allocations of `pool` stay.
 
@@ -345,6 +346,7 @@ def replay(
         pool: Memory of the device.
         iterations: Traces of the iterations that run one after another in a loop, by its name.
         above: Peak bytes up to which `Peak.largest` stays empty, which saves time.
+        replicas: Number of equal loops, or ops with scratch memory, that run concurrently on as many devices.
     """
     allocate, give, maps, inner = Action.ALLOCATE, Action.FREE, Action.MAP, iterations or {}
     new_block, free_block = pool.allocate, pool.free
@@ -367,6 +369,7 @@ def replay(
             now = max([pool.in_use, *(peak_bytes_of(iteration, pool) for iteration in inner.get(name, ()))])
             for handle in handles:
                 pool.free(handle)
+            now = before + replicas * (now - before)
         timeline.append((name, now))
         if now > peak:
             peak, worst, at, own_bytes = now, number, name, now - before
@@ -462,7 +465,10 @@ def graph_schedule(
 
 
 def graph_peak(
-    trace: AllocationTrace, iterations: Mapping[str, Sequence[IterationTrace]], limit: int | None = None
+    trace: AllocationTrace,
+    iterations: Mapping[str, Sequence[IterationTrace]],
+    limit: int | None = None,
+    replicas: int = 1,
 ) -> Peak:
     """Return the peak of a graph over the states that the device's memory may be in.
 
@@ -470,18 +476,19 @@ def graph_peak(
         trace: Allocations of the graph.
         iterations: Traces of the iterations that run one after another in a tile loop, by its name.
         limit: Bytes above which the first state suffices.
+        replicas: As for `replay`. The peak is the sum over all devices.
     """
     worst: Peak | None = None
     runs = _runs(trace, iterations)
     for pool in properties.pools(sum(trace.held) + max((e.num_bytes for e in trace.events), default=0)):
         _allocate_held(trace, pool)
         for events, inner in runs:
-            peak = replay(events, pool, inner, -1 if worst is None else worst.peak_bytes)
+            peak = replay(events, pool, inner, -1 if worst is None else worst.peak_bytes, replicas)
             worst = peak if worst is None or peak.peak_bytes > worst.peak_bytes else worst
             if limit is not None and worst.peak_bytes > limit:
                 return worst
     assert worst is not None
-    return _with_fragmentation(worst, trace, runs, limit)
+    return worst if replicas > 1 else _with_fragmentation(worst, trace, runs, limit)
 
 
 _Run = tuple[list[AllocationEvent], dict[str, list[list[AllocationEvent]]]]

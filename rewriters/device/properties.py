@@ -138,15 +138,19 @@ def _min_counted_bytes() -> int:
     return 0
 
 
-def memory_limit() -> int | None:
-    """Return the bytes that TensorFlow may allocate on the planned GPU; `None` on a CPU, where nothing limits them.
+def memory_limit(device: str = "") -> int | None:
+    """Return the bytes that TensorFlow may allocate on a GPU; `None` on a CPU, where nothing limits them.
 
     Memory that other processes use when TensorFlow starts is not included, also with memory growth.
+
+    Args:
+        device: The GPU, by default the planned one.
     """
     card = planned_card()
     if card is not None:
         return card.memory_limit
-    return _memory_limit(name()) if name().startswith("GPU") else None
+    device = device or name()
+    return _memory_limit(device) if device.startswith("GPU") else None
 
 
 @functools.cache

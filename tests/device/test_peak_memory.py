@@ -168,6 +168,15 @@ def test_schedule_scratch_counts_while_op_runs():
     assert (found.peak_bytes, found.at, found.own_bytes) == (7 * KB, "b", 5 * KB)
 
 
+def test_replay_adds_up_concurrent_loops_of_replicas():
+    loop = op("loop", "While", op("a", "Relu")).node
+    inner = {"loop": [[AllocationEvent(Action.ALLOCATE, 0, 5 * KB, "x"), AllocationEvent(Action.RUN, -1, 0, "inside")]]}
+    events = schedule([loop.inputs[0].node, loop], lambda tensor: tensor.num_bytes(), {loop: (KB,)})
+    one, three = (replay(events, ExactAllocator(), inner, replicas=count) for count in (1, 3))
+    assert three.own_bytes == 3 * one.own_bytes > 0
+    assert three.peak_bytes - one.peak_bytes == 2 * one.own_bytes
+
+
 def test_replay_iteration_counts_as_own_bytes_of_loop():
     a = op("a", "Conv2D")
     b = op("b", "Conv2D", a)

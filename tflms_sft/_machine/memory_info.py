@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
 
 import tensorflow as tf
 
@@ -37,8 +38,22 @@ def _cached(statistics: str) -> int:
     return size
 
 
-def free_device_memory() -> int:
+def device_memory_limit(devices: Sequence[str] = ()) -> int | None:
+    """Return the bytes that TensorFlow may allocate on the planned GPU; `None` on a CPU.
+
+    Args:
+        devices: GPUs of several replicas, which all get what the smallest one has; the result is their sum.
+    """
+    limits = [properties.memory_limit(device) for device in devices or (properties.name(),)]
+    known = [limit for limit in limits if limit is not None]
+    return len(known) * min(known) if known else None
+
+
+def free_device_memory(devices: Sequence[str] = ()) -> int:
     """Return the free bytes of the device whose memory is planned.
+
+    Args:
+        devices: As for `device_memory_limit`.
 
     Raises:
         RewriteError: If the system does not report its free memory.
@@ -51,11 +66,15 @@ def free_device_memory() -> int:
                 'size instead: `memory_budget="4GiB"`, on the command line `--budget 4GiB`.'
             )
         return free
-    limit = properties.memory_limit()
+    names = devices or (properties.name(),)
+    return len(names) * min(map(_free_bytes_of_gpu, names))
+
+
+def _free_bytes_of_gpu(device: str) -> int:
+    limit = properties.memory_limit(device)
     assert limit is not None
-    if planned_card() is not None:
-        return limit
-    return max(limit - int(tf.config.experimental.get_memory_info(properties.name())["current"]), 0)
+    in_use = 0 if planned_card() else int(tf.config.experimental.get_memory_info(device)["current"])
+    return max(limit - in_use, 0)
 
 
 def _available() -> int | None:

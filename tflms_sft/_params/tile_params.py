@@ -12,7 +12,7 @@ from typing import Any
 
 from rewriters.device import properties
 from rewriters.tiling.tile_planner import Halo
-from tflms_sft._machine.memory_info import free_device_memory
+from tflms_sft._machine.memory_info import device_memory_limit, free_device_memory
 from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._params.tile_counts import parse_num_tiles
 from tflms_sft._util.byte_sizes import format_bytes, parse_bytes
@@ -228,28 +228,29 @@ class AutoParams:
             return int(json.load(file)["memory_budget"])
         return None
 
-    def resolved(self, fixed_bytes: int) -> AutoParams:
+    def resolved(self, fixed_bytes: int, devices: Sequence[str] = ()) -> AutoParams:
         """Return a copy whose budget is in bytes, at most the memory of a GPU; `"auto"` depends on the free memory.
 
         Args:
             fixed_bytes: Bytes of the step's variables, which are allocated already and count towards the budget.
+            devices: GPUs of several replicas, which share the budget equally.
 
         Returns:
             Parameters whose `memory_budget` is an int.
         """
-        budget, limit = self.memory_budget, properties.memory_limit()
+        budget, limit = self.memory_budget, device_memory_limit(devices)
         if budget == AUTO:
             budget = self._saved_budget()
         if budget is None:
-            total = free_device_memory() + fixed_bytes
+            total = free_device_memory(devices) + fixed_bytes
             budget = int(AUTO_BUDGET_FRACTION * (total if limit is None else min(total, limit)))
         return dataclasses.replace(self, memory_budget=budget if limit is None else min(budget, limit))
 
-    def reduction_note(self, resolved: AutoParams) -> str:
+    def reduction_note(self, resolved: AutoParams, devices: Sequence[str] = ()) -> str:
         """Return a note for a budget that `resolved` has reduced to the memory of the device; empty for others."""
         if self.memory_budget == AUTO or resolved.memory_budget == self.memory_budget:
             return ""
         return (
             f"planned for {format_bytes(resolved.memory_budget)} instead of {format_bytes(self.memory_budget)}: "
-            f"TensorFlow allocates no more on {properties.name()}"
+            f"TensorFlow allocates no more on {', '.join(devices) or properties.name()}"
         )

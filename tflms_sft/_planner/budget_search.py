@@ -24,6 +24,7 @@ from rewriters.device.peak_memory import Peak
 from rewriters.emission.tile_pass import SegmentPlan
 from rewriters.errors import BudgetError
 from rewriters.tiling.ft_segments import SkippedOps
+from tflms_sft._machine.memory_info import device_memory_limit
 from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._planner.barrier_search import Barriers, BarrierSearch
@@ -180,7 +181,7 @@ def _larger_budgets(traced: TracedStep, search: TileSearch, params: AutoParams, 
     texts: list[str] = []
     seconds = option.seconds
     for factor, words in LARGER_BUDGETS:
-        budget, memory = int(factor * params.memory_budget), properties.memory_limit()
+        budget, memory = int(factor * params.memory_budget), device_memory_limit(traced.devices)
         if seconds <= SLOW_TIME_RATIO * traced.seconds or (memory is not None and budget > memory):
             break
         limit = limit_of(traced, dataclasses.replace(params, memory_budget=budget))
@@ -398,9 +399,10 @@ def _remedy(traced: TracedStep, params: AutoParams, search: TileSearch, smallest
     """
     budget, fixed = params.memory_budget, traced.fixed_bytes
     larger = f'Pass memory_budget="{enough_bytes(smallest)}" or more ({time_text(plan.time_ratio)})'
-    memory = properties.memory_limit()
+    memory = device_memory_limit(traced.devices)
     if memory is not None and smallest > memory:
-        larger = f"{properties.name()} has {format_bytes(memory)}: use a device with more memory"
+        names = ", ".join(traced.devices) or properties.name()
+        larger = f"{names} has {format_bytes(memory)}: use a device with more memory"
     headroom = math.floor(100 * (1 - plan.peak.peak_bytes * traced.correction / budget)) / 100
     # After a step above its prediction more headroom is the remedy.
     if traced.correction <= 1 and headroom >= MIN_HEADROOM:

@@ -75,6 +75,7 @@ class TracedStep:
         batch_is_fixed: Whether the graph fixes the batch size.
         variables: Bytes of each variable.
         forward: Names of ops that are forward in spite of the misleading name of their layer.
+        devices: GPUs of several replicas, whose loops run concurrently; empty for one replica, and on a CPU.
         rates: Rates of the machine.
         correction: Measured over predicted memory of an earlier plan.
         in_used_process: Whether much other memory had been in use in the process before the earlier plan ran.
@@ -91,6 +92,7 @@ class TracedStep:
     batch_is_fixed: bool
     variables: list[int]
     forward: Container[str] = ()
+    devices: Sequence[str] = ()
     rates: MachineRates = NOMINAL
     correction: float = 1.0
     in_used_process: bool = False
@@ -239,7 +241,7 @@ def predicted_peak(
         for tile_loop in plan.loops
     }
     of_original = traced.loop_iterations if graph is None else loop_iterations(graph, traced.batch)
-    return graph_peak(trace, {**of_original, **iterations}, limit)
+    return graph_peak(trace, {**of_original, **iterations}, limit, max(len(traced.devices), 1))
 
 
 def op_times(
