@@ -3,9 +3,11 @@
 from types import SimpleNamespace
 
 import pytest
+from tensorflow.python.client import device_lib
 
 from rewriters.device import properties
 from rewriters.device.cards import CARDS, planning_for
+from rewriters.ir import tf_internals
 from tflms_sft import AutoParams
 from tflms_sft._keras.replicas import Replicas
 from tflms_sft._machine.memory_info import device_memory_limit, free_device_memory
@@ -58,3 +60,8 @@ def test_replicas_name_their_gpus(workers, devices):
     names = [f"/job:localhost/replica:0/task:0/device:{name}" for name in workers]
     strategy = SimpleNamespace(extended=SimpleNamespace(worker_devices=names))
     assert Replicas(strategy, None).devices == devices
+
+
+def test_memory_limits_equal_those_of_new_devices():
+    want = {device.name.rpartition("device:")[2]: device.memory_limit for device in device_lib.list_local_devices()}
+    assert tf_internals.memory_limits() == want and want["CPU:0"] > 0

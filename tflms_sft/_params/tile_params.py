@@ -178,8 +178,9 @@ class AutoParams:
 
     Args:
         memory_budget (int | str): Upper bound for the bytes alive on the device at any moment of a step, weights and
-            optimizer slots included: an int, or a string such as `"8GiB"`. `"auto"`: 90 % of the memory that is free
-            when the step is planned, on the device, or on a CPU in the machine or container.
+            optimizer slots included: an int, or a string such as `"8GiB"`. More than TensorFlow may allocate on a GPU
+            is reduced to that. `"auto"`: 90 % of the memory that is free when the step is planned, on the device, or
+            on a CPU in the machine or container.
         headroom: Fraction of the budget that the prediction leaves free, from 0 to below 1. It covers the
             variation of the peak between runs: TensorFlow's executor runs ready ops in no fixed order.
         swap (bool | LMSParams): Whether activations may be swapped to host memory or disk if tiles alone do not keep
