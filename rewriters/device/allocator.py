@@ -69,17 +69,20 @@ class BestFitAllocator:
         growing: Whether it takes memory from the device in regions of doubling size (a CPU, and a GPU with memory
             growth) rather than in one region.
         least: Bytes below which a block comes from another allocator, as on a CPU with oneDNN.
+        limit: Bytes of all regions together.
     """
 
     UNIT = 256
     FIRST_REGION = 2 * MIB
     MAX_UNUSED_BYTES = 128 * MIB
     """Bytes of remainder from which on a chunk is always split."""
+    UNLIMITED_BYTES = 2**50
 
-    def __init__(self, growing: bool, least: int = 0) -> None:
+    def __init__(self, growing: bool, least: int = 0, limit: int = UNLIMITED_BYTES) -> None:
         self.in_use = 0
         self._least = least
-        self._region = self.FIRST_REGION if growing else 2**50
+        self._unmapped = limit
+        self._region = self.FIRST_REGION if growing else limit
         self._end = 0
         self._free: list[tuple[int, int, _Chunk]] = []
 
@@ -104,14 +107,20 @@ class BestFitAllocator:
         return pool
 
     def allocate(self, num_bytes: int) -> _Chunk | int | None:
-        """Allocate memory."""
+        """Allocate memory.
+
+        Raises:
+            MemoryError: If no free chunk is large enough, and none can be added within the limit.
+        """
         if num_bytes <= 0:
             return None
         if num_bytes < self._least:
             return self.map(num_bytes)
-        wanted = -(-num_bytes // self.UNIT) * self.UNIT
+        wanted = self._rounded(num_bytes)
         index = bisect.bisect_left(self._free, (wanted, -1))
         if index == len(self._free):
+            if wanted > self._unmapped:
+                self._collect_free_regions(wanted)
             self._grow(wanted)
             index = bisect.bisect_left(self._free, (wanted, -1))
         chunk = self._free.pop(index)[2]
@@ -145,12 +154,31 @@ class BestFitAllocator:
             self._join(chunk, chunk.behind)
         self._offer(chunk)
 
+    def _rounded(self, num_bytes: int) -> int:
+        return -(-num_bytes // self.UNIT) * self.UNIT
+
+    def _collect_free_regions(self, wanted: int) -> None:
+        """Return regions without allocations to the device, as TensorFlow does on a GPU before it runs out of memory.
+
+        Raises:
+            MemoryError: If that is not enough.
+        """
+        regions = [chunk for _, _, chunk in self._free if chunk.before is None and chunk.behind is None]
+        available = self._unmapped + sum(region.size for region in regions)
+        if wanted > available:
+            raise MemoryError(f"No chunk of {wanted} bytes is free, with {self.in_use} bytes in use.")
+        for region in regions:
+            self._forget(region)
+        self._unmapped = available
+
     def _grow(self, wanted: int) -> None:
         enough = self._region >= wanted
         while self._region < wanted:
             self._region *= 2
-        self._offer(_Chunk(self._end, self._region))
-        self._end += self._region + self.UNIT  # Regions do not coalesce.
+        size = min(self._region, self._unmapped // self.UNIT * self.UNIT)
+        self._unmapped -= size
+        self._offer(_Chunk(self._end, size))
+        self._end += size + self.UNIT  # Regions do not coalesce.
         if enough:
             self._region *= 2
 

@@ -30,18 +30,25 @@ __all__: list[str] = []
 
 _PYTHON_CALLS = ops_with(Trait.PYTHON_CALL)
 
+MAX_FRAGMENTATION = 1.6
+"""Bytes of memory over bytes in use from which on no plan is checked for fragmentation; plans needed up to 1.4."""
+
+FRAGMENTATION_STEP = 1.03
+"""Ratio of the sizes of memory that are tried."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
     """The worst moment of a step.
 
     Attributes:
-        peak_bytes: Bytes that the device counts as allocated, including fixed ones.
+        peak_bytes: Bytes that the device counts as allocated, including fixed ones, plus `fragmentation_bytes`.
         at: Name of the op that runs at the peak.
         largest: (name, bytes) of the largest live tensors, largest first. The tensor lists that a loop fills count as
             one, under the name of the loop.
         timeline: (op name, bytes allocated while it runs), in order.
         own_bytes: Bytes that exist only while this op runs: kernel scratch, or all memory of a loop's iteration.
+        fragmentation_bytes: Bytes of free chunks between tensors, on a GPU that is nearly full.
     """
 
     peak_bytes: int
@@ -49,6 +56,7 @@ class Peak:
     largest: tuple[tuple[str, int], ...]
     timeline: tuple[tuple[str, int], ...]
     own_bytes: int
+    fragmentation_bytes: int = 0
 
 
 class Action(enum.Enum):
@@ -329,6 +337,7 @@ def replay(
     pool: Allocator,
     iterations: Mapping[str, Sequence[Sequence[AllocationEvent]]] | None = None,
     above: int = -1,
+    replicas: int = 1,
 ) -> Peak:
     """Replay a step, including iterations of loops; earlier allocations of `pool` stay.
 
@@ -337,6 +346,7 @@ def replay(
         pool: Memory of the device.
         iterations: Traces of the iterations that run one after another in a loop, by its name.
         above: Peak bytes up to which `Peak.largest` stays empty, which saves time.
+        replicas: Number of equal loops, or ops with scratch memory, that run concurrently on as many devices.
     """
     allocate, give, maps, inner = Action.ALLOCATE, Action.FREE, Action.MAP, iterations or {}
     new_block, free_block = pool.allocate, pool.free
@@ -359,6 +369,7 @@ def replay(
             now = max([pool.in_use, *(peak_bytes_of(iteration, pool) for iteration in inner.get(name, ()))])
             for handle in handles:
                 pool.free(handle)
+            now = before + replicas * (now - before)
         timeline.append((name, now))
         if now > peak:
             peak, worst, at, own_bytes = now, number, name, now - before
@@ -454,7 +465,10 @@ def graph_schedule(
 
 
 def graph_peak(
-    trace: AllocationTrace, iterations: Mapping[str, Sequence[IterationTrace]], limit: int | None = None
+    trace: AllocationTrace,
+    iterations: Mapping[str, Sequence[IterationTrace]],
+    limit: int | None = None,
+    replicas: int = 1,
 ) -> Peak:
     """Return the peak of a graph over the states that the device's memory may be in.
 
@@ -462,22 +476,72 @@ def graph_peak(
         trace: Allocations of the graph.
         iterations: Traces of the iterations that run one after another in a tile loop, by its name.
         limit: Bytes above which the first state suffices.
+        replicas: As for `replay`. The peak is the sum over all devices.
     """
     worst: Peak | None = None
-    inner_events = {name: [iteration.events for iteration in of_loop] for name, of_loop in iterations.items()}
-    late = {name: [iteration.late for iteration in of_loop] for name, of_loop in iterations.items()}
+    runs = _runs(trace, iterations)
     for pool in properties.pools(sum(trace.held) + max((e.num_bytes for e in trace.events), default=0)):
-        for amount in trace.held:
-            pool.allocate(amount)
-        pool.map(trace.folded_bytes)
-        # The second replay starts with fragmented memory.
-        for events, inner in ((trace.events, inner_events), (trace.late, late)):
-            peak = replay(events, pool, inner, -1 if worst is None else worst.peak_bytes)
+        _allocate_held(trace, pool)
+        for events, inner in runs:
+            peak = replay(events, pool, inner, -1 if worst is None else worst.peak_bytes, replicas)
             worst = peak if worst is None or peak.peak_bytes > worst.peak_bytes else worst
             if limit is not None and worst.peak_bytes > limit:
                 return worst
     assert worst is not None
-    return worst
+    return worst if replicas > 1 else _with_fragmentation(worst, trace, runs, limit)
+
+
+_Run = tuple[list[AllocationEvent], dict[str, list[list[AllocationEvent]]]]
+"""Events of a graph, and those of the iterations of each loop."""
+
+
+def _runs(trace: AllocationTrace, iterations: Mapping[str, Sequence[IterationTrace]]) -> tuple[_Run, _Run]:
+    """Return two runs of a graph, the second with delayed frees; it starts with fragmented memory."""
+    return (
+        (trace.events, {name: [one.events for one in of_loop] for name, of_loop in iterations.items()}),
+        (trace.late, {name: [one.late for one in of_loop] for name, of_loop in iterations.items()}),
+    )
+
+
+def _allocate_held(trace: AllocationTrace, pool: Allocator) -> None:
+    for amount in trace.held:
+        pool.allocate(amount)
+    pool.map(trace.folded_bytes)
+
+
+def _with_fragmentation(peak: Peak, trace: AllocationTrace, runs: Iterable[_Run], limit: int | None) -> Peak:
+    """Return the peak of a graph that nearly fills a GPU with the free chunks between tensors that it needs.
+
+    An allocation fails there although enough bytes are free, if no free chunk is large enough. With memory to spare,
+    chunks cost nothing, and `get_memory_info` does not count them.
+
+    Args:
+        peak: Peak without a limit of the device.
+        trace: As for `graph_peak`.
+        runs: Runs of the graph.
+        limit: As for `graph_peak`.
+    """
+    usable, memory = properties.usable_bytes(), properties.memory_limit()
+    if usable is None or memory is None or not usable / MAX_FRAGMENTATION < peak.peak_bytes <= memory:
+        return peak
+    needed = least = max(usable, peak.peak_bytes)
+    while not _fits(trace, runs, needed):
+        needed = int(needed * FRAGMENTATION_STEP)
+        if limit is not None and needed > limit:
+            break
+    lost = needed - peak.peak_bytes if needed > least else 0
+    return dataclasses.replace(peak, peak_bytes=peak.peak_bytes + lost, fragmentation_bytes=lost)
+
+
+def _fits(trace: AllocationTrace, runs: Iterable[_Run], num_bytes: int) -> bool:
+    pool = properties.pool(num_bytes)
+    try:
+        _allocate_held(trace, pool)
+        for events, inner in runs:
+            replay(events, pool, inner, above=num_bytes)
+    except MemoryError:
+        return False
+    return True
 
 
 def concurrent_scratch(scratch: Mapping[Node, int], originals: Iterable[Node]) -> dict[Node, tuple[int, ...]]:

@@ -32,6 +32,9 @@ _ONEDNN_NEEDS = {
 POOL_STATES = 6
 """States of a growing pool that are tried; their peaks differ by a third."""
 
+USABLE_FRACTION = 0.9
+"""Fraction of a GPU's memory that tensors and the free chunks between them may fill; the executor's order varies."""
+
 
 def device_of(node: Node) -> str:
     """Return the device that an op runs on, such as `"GPU:1"`; the planned one if the op names none."""
@@ -135,23 +138,44 @@ def _min_counted_bytes() -> int:
     return 0
 
 
-def memory_limit() -> int:
-    """Return the bytes that TensorFlow may allocate on the planned device."""
+def memory_limit(device: str = "") -> int | None:
+    """Return the bytes that TensorFlow may allocate on a GPU; `None` on a CPU, where nothing limits them.
+
+    Memory that other processes use when TensorFlow starts is not included, also with memory growth.
+
+    Args:
+        device: The GPU, by default the planned one.
+    """
     card = planned_card()
     if card is not None:
         return card.memory_limit
-    return tf_internals.memory_limits()[name()]
+    device = device or name()
+    return _memory_limit(device) if device.startswith("GPU") else None
 
 
-def pool() -> Allocator:
+@functools.cache
+def _memory_limit(device: str) -> int:
+    return tf_internals.memory_limits()[device]
+
+
+def usable_bytes() -> int | None:
+    """Return the bytes that tensors and the free chunks between them may fill; `None` without a limit or chunks."""
+    limit = memory_limit()
+    return None if limit is None or _maps_pages() else int(USABLE_FRACTION * limit)
+
+
+def pool(limit: int = BestFitAllocator.UNLIMITED_BYTES) -> Allocator:
     """Return a model of the device's empty memory.
 
     A device with statistics has TensorFlow's best-fit allocator; otherwise memory comes from the C library. A GPU takes
     all of its memory in one region unless memory growth is on.
+
+    Args:
+        limit: Bytes of the best-fit allocator.
     """
-    if not has_allocator_stats() or os.environ.get("TF_GPU_ALLOCATOR") == "cuda_malloc_async":
+    if not has_allocator_stats() or _maps_pages():
         return ExactAllocator()
-    return BestFitAllocator(_grows(), min_counted_bytes())
+    return BestFitAllocator(_grows(), min_counted_bytes(), limit)
 
 
 def pools(scale: int) -> Iterator[Allocator]:
@@ -160,6 +184,14 @@ def pools(scale: int) -> Iterator[Allocator]:
     yield first
     if isinstance(first, BestFitAllocator) and _grows():
         yield from (BestFitAllocator.used(number, scale, min_counted_bytes()) for number in range(1, POOL_STATES))
+
+
+def _maps_pages() -> bool:
+    """Return whether a GPU's memory comes from CUDA's pool, which maps free pages to any address.
+
+    TensorFlow's statistics then count requested bytes (xla/stream_executor/gpu/gpu_cudamallocasync_allocator.cc).
+    """
+    return name().startswith("GPU") and os.environ.get("TF_GPU_ALLOCATOR") == "cuda_malloc_async"
 
 
 def _grows() -> bool:

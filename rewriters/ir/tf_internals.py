@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 from tensorflow.core.framework import full_type_pb2
-from tensorflow.python.client import device_lib
+from tensorflow.python import pywrap_tfe
+from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import atomic_function
 from tensorflow.python.framework import func_graph, function_def_to_graph, op_def_registry, ops
@@ -275,8 +276,22 @@ def sizes_of_variables(concrete_fn: Any) -> list[int]:
 
 
 def memory_limits() -> dict[str, int]:
-    """Return the bytes that TensorFlow may allocate on each of its devices."""
-    return {short_device(device.name): int(device.memory_limit) for device in device_lib.list_local_devices()}
+    """Return the bytes that TensorFlow may allocate on each of its devices.
+
+    Replaces `tf.config.list_logical_devices`, whose devices have no limit.
+    """
+    runtime = context.context()
+    runtime.ensure_initialized()
+    devices = pywrap_tfe.TFE_ContextListDevices(runtime._handle)
+    try:
+        return {
+            short_device(pywrap_tfe.TF_DeviceListName(devices, index)): int(
+                pywrap_tf_session.TF_DeviceListMemoryBytes(devices, index)
+            )
+            for index in range(pywrap_tfe.TF_DeviceListCount(devices))
+        }
+    finally:
+        pywrap_tfe.TF_DeleteDeviceList(devices)
 
 
 def short_device(name: str) -> str:

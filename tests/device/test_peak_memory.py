@@ -1,5 +1,7 @@
 """Liveness model: small graphs by hand, and whole steps against a measured run."""
 
+import dataclasses
+
 import keras
 import numpy as np
 import pytest
@@ -10,10 +12,13 @@ from keras import layers
 import tflms_sft
 from rewriters.device import properties
 from rewriters.device.allocator import MIB, BestFitAllocator, ExactAllocator
+from rewriters.device.cards import CARDS, planning_for
 from rewriters.device.peak_memory import (
     Action,
     AllocationEvent,
+    AllocationTrace,
     concurrent_scratch,
+    graph_peak,
     replay,
     schedule,
     with_delayed_frees,
@@ -163,6 +168,15 @@ def test_schedule_scratch_counts_while_op_runs():
     assert (found.peak_bytes, found.at, found.own_bytes) == (7 * KB, "b", 5 * KB)
 
 
+def test_replay_adds_up_concurrent_loops_of_replicas():
+    loop = op("loop", "While", op("a", "Relu")).node
+    inner = {"loop": [[AllocationEvent(Action.ALLOCATE, 0, 5 * KB, "x"), AllocationEvent(Action.RUN, -1, 0, "inside")]]}
+    events = schedule([loop.inputs[0].node, loop], lambda tensor: tensor.num_bytes(), {loop: (KB,)})
+    one, three = (replay(events, ExactAllocator(), inner, replicas=count) for count in (1, 3))
+    assert three.own_bytes == 3 * one.own_bytes > 0
+    assert three.peak_bytes - one.peak_bytes == 2 * one.own_bytes
+
+
 def test_replay_iteration_counts_as_own_bytes_of_loop():
     a = op("a", "Conv2D")
     b = op("b", "Conv2D", a)
@@ -210,6 +224,67 @@ def test_graph_peak_of_empty_graph_is_fixed_bytes():
     pool = ExactAllocator()
     pool.allocate(7)
     assert peak(pool=pool).peak_bytes == 7
+
+
+# A GPU's memory ---------------------------------------------------------------------------------------------
+
+
+def holes():
+    """Return allocations of at most 90 MiB at once, the last of which does not fit into the hole of the first."""
+    names = iter("abcd")
+    sizes = {"a": 40 * MIB, "b": 10 * MIB, "c": 40 * MIB, "d": 70 * MIB}
+
+    def allocation():
+        name = next(names)
+        return AllocationEvent(Action.ALLOCATE, ord(name), sizes[name], name)
+
+    def run():
+        return AllocationEvent(Action.RUN, -1, 0, "run")
+
+    def free(name):
+        return AllocationEvent(Action.FREE, ord(name), 0, name)
+
+    before = [allocation(), allocation(), allocation(), run(), free("a"), free("c")]
+    events = [*before, allocation(), run(), free("d"), free("b")]
+    return AllocationTrace(events, events, [], 0)
+
+
+def card_of(num_bytes):
+    """Return a card on which TensorFlow allocates `num_bytes`."""
+    card = CARDS["rtx2080ti"]
+    return dataclasses.replace(card, memory_bytes=card.memory_bytes - card.memory_limit + num_bytes)
+
+
+@pytest.mark.parametrize(
+    ("limit", "usable", "lost"),
+    [(200, 180, 0), (134, 120, 0), (133, 119, 30), (101, 90, 30), (91, 81, 30), (89, 80, 0)],
+)
+def test_fragmentation_counts_on_a_gpu_that_is_nearly_full(limit, usable, lost, monkeypatch):
+    """`d` needs 120 MiB of memory. If tensors alone exceed the memory, nothing is added."""
+    with planning_for(card_of(limit * MIB)):
+        assert properties.usable_bytes() // MIB == usable
+        found = graph_peak(holes(), {})
+        assert found.peak_bytes == 90 * MIB + found.fragmentation_bytes
+        assert lost * MIB <= found.fragmentation_bytes <= 1.2 * lost * MIB
+        assert graph_peak(holes(), {}, limit=90 * MIB).peak_bytes > 90 * MIB if lost else True
+        monkeypatch.setenv("TF_GPU_ALLOCATOR", "cuda_malloc_async")
+        assert graph_peak(holes(), {}).peak_bytes == 90 * MIB, "its pages have any address"
+
+
+def test_cuda_malloc_async_counts_requested_bytes(monkeypatch):
+    monkeypatch.setenv("TF_GPU_ALLOCATOR", "cuda_malloc_async")
+    with planning_for(CARDS["rtx2080ti"]):
+        for pool in properties.pools(MIB):
+            pool.allocate(1000)
+            assert pool.in_use == 1000
+        monkeypatch.delenv("TF_GPU_ALLOCATOR")
+        pool = properties.pool()
+        pool.allocate(1000)
+        assert pool.in_use == 1024
+    monkeypatch.setenv("TF_GPU_ALLOCATOR", "cuda_malloc_async")
+    monkeypatch.setattr(properties, "has_allocator_stats", lambda: True)
+    monkeypatch.setattr(properties, "min_counted_bytes", lambda: 0)
+    assert isinstance(properties.pool(), BestFitAllocator), "the variable is none of a CPU"
 
 
 # Whole steps ------------------------------------------------------------------------------------------------

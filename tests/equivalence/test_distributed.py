@@ -121,6 +121,20 @@ FIT = """
 """
 
 
+BUDGETS = """
+    from rewriters.device.cards import CARDS, planning_for
+    from tflms_sft._keras.replicas import Replicas
+
+    Replicas.devices = ("GPU:0", "GPU:1")
+    images, labels = numbers.normal(size=(4, 16, 14, 3)), np.arange(4) % 3
+    for budget in ("auto", "30GiB"):
+        with planning_for(CARDS["rtx2080ti"]):
+            callback = tflms_sft.MemoryBudget(budget, batch_shape=(4, 16, 14, 3), verbose=0)
+            new_model().fit(images, labels, batch_size=4, verbose=0, callbacks=[callback])
+        print(callback.plan.memory_budget / CARDS["rtx2080ti"].memory_limit, *callback.plan.notes[:1])
+"""
+
+
 def run(script, net):
     """Return the output of a script in a child process, because devices must be set before TensorFlow starts."""
     path = os.pathsep.join(sys.path)
@@ -141,6 +155,13 @@ def test_step_of_two_replicas_equals_plain(net):
     assert (segments, loops) == ("2", "4") if net == "plain" else int(loops) > 6
     assert first == "2", "one replica does not wait for the other"
     assert float(off) < 1e-10
+
+
+def test_budget_on_gpus_is_bound_by_their_memory():
+    automatic, large = run(BUDGETS, "plain").splitlines()
+    assert float(automatic) == pytest.approx(2 * 0.9)
+    ratio, note = large.split(maxsplit=1)
+    assert float(ratio) == 2 and "instead of 30 GiB" in note and "GPU:0, GPU:1" in note
 
 
 def test_fit_on_two_replicas_equals_plain():

@@ -440,7 +440,7 @@ def test_tuned_without_batch_or_memory_raises():
 def test_auto_budget_equals_free_memory(monkeypatch):
     step = step_of(model_of(tileable))
     plain = tflms_sft.rewrite(step, AutoParams("8GiB"), IMAGES, LABELS[:2]).plan.original
-    monkeypatch.setattr("tflms_sft._params.tile_params.free_device_memory", lambda: plain.peak_bytes // 2)
+    monkeypatch.setattr("tflms_sft._params.tile_params.free_device_memory", lambda devices: plain.peak_bytes // 2)
     plan = tflms_sft.rewrite(step, AutoParams("auto"), IMAGES, LABELS[:2]).plan
     assert plan.memory_budget == int(0.9 * (plain.peak_bytes // 2 + plain.fixed_bytes))
     assert plan.changed and plan.predicted.peak_bytes <= 0.9 * plan.memory_budget

@@ -15,7 +15,7 @@ from rewriters.ir import tf_internals
 from tflms_sft import PipelineParams, SFTParams
 from tflms_sft._report.op_names import short_op_names
 from tflms_sft._report.plan_records import Measurement
-from tflms_sft._rewrite.measure import read_peak
+from tflms_sft._rewrite.measure import read_peak, reset_peak
 
 SIZE = 128
 
@@ -233,6 +233,19 @@ def test_read_peak_adds_uncounted_small_blocks(monkeypatch):
     assert read_peak(0, [600, 1000, *many]) is None, "not even what is counted"
 
 
+def test_peaks_of_replicas_are_added_up(monkeypatch):
+    peaks, reset = {"GPU:0": 1500, "GPU:1": 1700}, []
+    info = {name: {"peak": peak, "current": 100} for name, peak in peaks.items()}
+    monkeypatch.setattr("tensorflow.config.experimental.get_memory_info", info.__getitem__)
+    monkeypatch.setattr("tensorflow.config.experimental.reset_memory_stats", reset.append)
+    monkeypatch.setattr(properties, "min_counted_bytes", lambda: 0)
+    monkeypatch.setattr(properties, "pool", ExactAllocator)
+    assert reset_peak((), tuple(peaks)) == 200 and reset == list(peaks)
+    measured = read_peak(200, [50], (), tuple(peaks))
+    assert measured.peak_bytes == 3200 - (200 - 50)
+    assert measured.source == "allocator statistics of GPU:0 + GPU:1"
+
+
 @pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
 @pytest.mark.parametrize(("seen_from", "expected"), [(0, 0), (256, 0), (2**18, 2**18), (2**30, 0)])
 def test_counted_from_is_determined_by_trial(monkeypatch, seen_from, expected, traced):
@@ -245,7 +258,7 @@ def test_counted_from_is_determined_by_trial(monkeypatch, seen_from, expected, t
     monkeypatch.setattr(properties, "has_allocator_stats", lambda: True)
     monkeypatch.setattr("tensorflow.config.experimental.get_memory_info", info)
     monkeypatch.setattr("tensorflow.identity", lambda value: tf.executing_eagerly() and sizes.append(value.shape[0]))
-    properties.min_counted_bytes.cache_clear()
+    properties._min_counted_bytes.cache_clear()
 
     @tf.autograph.experimental.do_not_convert
     def probe():
@@ -255,7 +268,7 @@ def test_counted_from_is_determined_by_trial(monkeypatch, seen_from, expected, t
         (tf.function(probe) if traced else probe)()
         assert found == [expected]
     finally:
-        properties.min_counted_bytes.cache_clear()
+        properties._min_counted_bytes.cache_clear()
 
 
 def test_measure_timeline_uncopyable_variable_is_named():

@@ -25,8 +25,10 @@ class MemoryBudget(RewritingCallback):
     Args:
         memory_budget: Upper bound for the bytes alive on the device at any moment of a step, weights and optimizer
             slots included. An int, or a string such as `"8GiB"` (units B, kB, MB, GB, TB, KiB, MiB, GiB, TiB).
-            `"auto"`: 90 % of the memory that is free when the first step is planned, on the device, or on a CPU in the
-            machine or container. Pass a number if other programs need memory, or if every run must get the same plan.
+            More than TensorFlow may allocate on a GPU is reduced to that. `"auto"`: 90 % of the memory that is free
+            when the first step is planned, on the device, or on a CPU in the machine or container. Pass a number if
+            other programs need memory, or if every run must get the same plan. Under `MirroredStrategy` all replicas
+            share the budget.
         headroom: Fraction of the budget that the prediction leaves free, from 0 to below 1. Raise it if the measured
             peak of the first step exceeds the budget; lower it if predictions are accurate for your network.
         swap: Whether activations may be swapped to host memory or disk if tiles alone do not keep the budget or cost

@@ -16,12 +16,14 @@ class PeakWatch:
     """Measures executions of a train function one after another, on devices with memory statistics.
 
     Attributes:
+        devices: GPUs of several replicas, whose peaks are added up; otherwise the planned device is measured.
         highest: Highest peak since `begin_epoch`; `None` before the first one, and without statistics.
         has_earlier_work: Whether others had much memory in use before the first execution, which fragments memory;
             `None` before its end, and without statistics.
     """
 
     def __init__(self) -> None:
+        self.devices: Sequence[str] = ()
         self.highest: Measurement | None = None
         self.has_earlier_work: bool | None = None
         self._bytes_in_use: int | None = None
@@ -34,11 +36,11 @@ class PeakWatch:
     def note_earlier_work(self) -> None:
         """Read the peak of all work before the first execution, its preparation included."""
         if self._earlier_peak is None:
-            self._earlier_peak = earlier_peak()
+            self._earlier_peak = earlier_peak(self.devices)
 
     def start(self, tiers: Iterable[Tier]) -> bool:
         """Start the measurement of an execution; return whether the device keeps statistics."""
-        self._bytes_in_use = reset_peak(tiers)
+        self._bytes_in_use = reset_peak(tiers, self.devices)
         return self._bytes_in_use is not None
 
     def stop(self, step_bytes: Sequence[int], tiers: Iterable[Tier]) -> Measurement | None:
@@ -50,7 +52,7 @@ class PeakWatch:
         """
         if self._bytes_in_use is None:
             return None
-        measured = read_peak(self._bytes_in_use, step_bytes, tiers)
+        measured = read_peak(self._bytes_in_use, step_bytes, tiers, self.devices)
         self._bytes_in_use = None
         if measured is not None and self.has_earlier_work is None:
             others = (self._earlier_peak or 0) - sum(step_bytes)

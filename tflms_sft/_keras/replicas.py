@@ -12,6 +12,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from rewriters.ir import tf_internals
+
 __all__: list[str] = []
 
 
@@ -69,6 +71,12 @@ class Replicas:
         self._strategy = strategy
         self._step = step
         self._results: Any = None
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """GPUs of several replicas; empty for one replica, and on CPU devices, which share their memory."""
+        names = [tf_internals.short_device(name) for name in self._strategy.extended.worker_devices]
+        return tuple(names) if len(names) > 1 and all(name.startswith("GPU") for name in names) else ()
 
     def split(self, values: Any) -> Any:
         """Return each distributed value as a tuple with one tensor per replica."""

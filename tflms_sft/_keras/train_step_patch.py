@@ -189,6 +189,7 @@ class StepPatch:
             self._replicas = self._replicas or Replicas(strategy, self._original)
             self._original = self._replicas.step
             self._num_replicas = num_replicas(strategy)
+            self.watch.devices = self._replicas.devices
         self._make_original_function = getattr(model, kind.make)
         names = (kind.step, kind.make, *(["_distribute_strategy"] if self._replicas else []))
         self._saved_attributes = {name: model.__dict__.get(name) for name in names}
@@ -290,7 +291,7 @@ class StepPatch:
         self.watch.note_earlier_work()
         if first:
             self._rates()  # A calibration would allocate memory during the step.
-        # The statistics are those of one device.
+        # The statistics are those of one device, or of one GPU per replica.
         has_statistics = self._params.pipeline is None and self.watch.start(self._tiers)
         if first and has_statistics and peeked is not None:
             peeked.wait_until_prefetched()
@@ -522,6 +523,7 @@ class StepPatch:
             analysed = analyse_step(traced, record, shape[0] if shape else None, mode)
             analysed.use_rates(self._rates())
             analysed.correction = self._correction
+            analysed.devices = self.watch.devices
             analysed.in_used_process = bool(self.watch.has_earlier_work)
             analysed.variables += self._untouched_variable_bytes(traced)
             importer, plan = self._rewrite_analysed(analysed)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
 
 import tensorflow as tf
 
 from rewriters.device import properties
+from rewriters.device.cards import planned_card
 from rewriters.errors import RewriteError
 
 _MEMINFO = "/proc/meminfo"
@@ -36,8 +38,22 @@ def _cached(statistics: str) -> int:
     return size
 
 
-def free_device_memory() -> int:
+def device_memory_limit(devices: Sequence[str] = ()) -> int | None:
+    """Return the bytes that TensorFlow may allocate on the planned GPU; `None` on a CPU.
+
+    Args:
+        devices: GPUs of several replicas, which all get what the smallest one has; the result is their sum.
+    """
+    limits = [properties.memory_limit(device) for device in devices or (properties.name(),)]
+    known = [limit for limit in limits if limit is not None]
+    return len(known) * min(known) if known else None
+
+
+def free_device_memory(devices: Sequence[str] = ()) -> int:
     """Return the free bytes of the device whose memory is planned.
+
+    Args:
+        devices: As for `device_memory_limit`.
 
     Raises:
         RewriteError: If the system does not report its free memory.
@@ -50,8 +66,15 @@ def free_device_memory() -> int:
                 'size instead: `memory_budget="4GiB"`, on the command line `--budget 4GiB`.'
             )
         return free
-    in_use = int(tf.config.experimental.get_memory_info(properties.name())["current"])
-    return max(properties.memory_limit() - in_use, 0)
+    names = devices or (properties.name(),)
+    return len(names) * min(map(_free_bytes_of_gpu, names))
+
+
+def _free_bytes_of_gpu(device: str) -> int:
+    limit = properties.memory_limit(device)
+    assert limit is not None
+    in_use = 0 if planned_card() else int(tf.config.experimental.get_memory_info(device)["current"])
+    return max(limit - in_use, 0)
 
 
 def _available() -> int | None:

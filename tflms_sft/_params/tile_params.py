@@ -10,11 +10,12 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rewriters.device import properties
 from rewriters.tiling.tile_planner import Halo
-from tflms_sft._machine.memory_info import free_device_memory
+from tflms_sft._machine.memory_info import device_memory_limit, free_device_memory
 from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._params.tile_counts import parse_num_tiles
-from tflms_sft._util.byte_sizes import parse_bytes
+from tflms_sft._util.byte_sizes import format_bytes, parse_bytes
 
 AUTO = "auto"
 """Value of `memory_budget` for a fraction of the free memory."""
@@ -177,8 +178,9 @@ class AutoParams:
 
     Args:
         memory_budget (int | str): Upper bound for the bytes alive on the device at any moment of a step, weights and
-            optimizer slots included: an int, or a string such as `"8GiB"`. `"auto"`: 90 % of the memory that is free
-            when the step is planned, on the device, or on a CPU in the machine or container.
+            optimizer slots included: an int, or a string such as `"8GiB"`. More than TensorFlow may allocate on a GPU
+            is reduced to that. `"auto"`: 90 % of the memory that is free when the step is planned, on the device, or
+            on a CPU in the machine or container.
         headroom: Fraction of the budget that the prediction leaves free, from 0 to below 1. It covers the
             variation of the peak between runs: TensorFlow's executor runs ready ops in no fixed order.
         swap (bool | LMSParams): Whether activations may be swapped to host memory or disk if tiles alone do not keep
@@ -227,18 +229,29 @@ class AutoParams:
             return int(json.load(file)["memory_budget"])
         return None
 
-    def resolved(self, fixed_bytes: int) -> AutoParams:
-        """Return a copy whose budget is in bytes; `"auto"` depends on the memory that is free now.
+    def resolved(self, fixed_bytes: int, devices: Sequence[str] = ()) -> AutoParams:
+        """Return a copy whose budget is in bytes, at most the memory of a GPU; `"auto"` depends on the free memory.
 
         Args:
             fixed_bytes: Bytes of the step's variables, which are allocated already and count towards the budget.
+            devices: GPUs of several replicas, which share the budget equally.
 
         Returns:
             Parameters whose `memory_budget` is an int.
         """
-        if self.memory_budget != AUTO:
-            return self
-        saved = self._saved_budget()
-        if saved is not None:
-            return dataclasses.replace(self, memory_budget=saved)
-        return dataclasses.replace(self, memory_budget=int(AUTO_BUDGET_FRACTION * (free_device_memory() + fixed_bytes)))
+        budget, limit = self.memory_budget, device_memory_limit(devices)
+        if budget == AUTO:
+            budget = self._saved_budget()
+        if budget is None:
+            total = free_device_memory(devices) + fixed_bytes
+            budget = int(AUTO_BUDGET_FRACTION * (total if limit is None else min(total, limit)))
+        return dataclasses.replace(self, memory_budget=budget if limit is None else min(budget, limit))
+
+    def reduction_note(self, resolved: AutoParams, devices: Sequence[str] = ()) -> str:
+        """Return a note for a budget that `resolved` has reduced to the memory of the device; empty for others."""
+        if self.memory_budget == AUTO or resolved.memory_budget == self.memory_budget:
+            return ""
+        return (
+            f"planned for {format_bytes(resolved.memory_budget)} instead of {format_bytes(self.memory_budget)}: "
+            f"TensorFlow allocates no more on {', '.join(devices) or properties.name()}"
+        )

@@ -19,10 +19,12 @@ from typing import Protocol
 
 import tensorflow as tf
 
+from rewriters.device import properties
 from rewriters.device.peak_memory import Peak
 from rewriters.emission.tile_pass import SegmentPlan
 from rewriters.errors import BudgetError
 from rewriters.tiling.ft_segments import SkippedOps
+from tflms_sft._machine.memory_info import device_memory_limit
 from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._planner.barrier_search import Barriers, BarrierSearch
@@ -179,9 +181,10 @@ def _larger_budgets(traced: TracedStep, search: TileSearch, params: AutoParams, 
     texts: list[str] = []
     seconds = option.seconds
     for factor, words in LARGER_BUDGETS:
-        if seconds <= SLOW_TIME_RATIO * traced.seconds:
+        budget, memory = int(factor * params.memory_budget), device_memory_limit(traced.devices)
+        if seconds <= SLOW_TIME_RATIO * traced.seconds or (memory is not None and budget > memory):
             break
-        limit = limit_of(traced, dataclasses.replace(params, memory_budget=int(factor * params.memory_budget)))
+        limit = limit_of(traced, dataclasses.replace(params, memory_budget=budget))
         tiles = traced.plain if traced.plain.peak.peak_bytes <= limit else search.fastest_within(limit)
         if tiles is not None and tiles.time_ratio * traced.seconds <= MAX_NOTED_TIME_RATIO * seconds:
             seconds = max(tiles.time_ratio, 1.0) * traced.seconds
@@ -396,6 +399,10 @@ def _remedy(traced: TracedStep, params: AutoParams, search: TileSearch, smallest
     """
     budget, fixed = params.memory_budget, traced.fixed_bytes
     larger = f'Pass memory_budget="{enough_bytes(smallest)}" or more ({time_text(plan.time_ratio)})'
+    memory = device_memory_limit(traced.devices)
+    if memory is not None and smallest > memory:
+        names = ", ".join(traced.devices) or properties.name()
+        larger = f"{names} has {format_bytes(memory)}: use a device with more memory"
     headroom = math.floor(100 * (1 - plan.peak.peak_bytes * traced.correction / budget)) / 100
     # After a step above its prediction more headroom is the remedy.
     if traced.correction <= 1 and headroom >= MIN_HEADROOM:

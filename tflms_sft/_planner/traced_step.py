@@ -25,7 +25,14 @@ from rewriters.ir.graph import Graph, Node, Tensor
 from rewriters.tiling.ft_segments import SkippedOps
 from rewriters.tiling.segment import Segment
 from rewriters.tiling.tile_planner import TileLoop
-from tflms_sft._report.peak_report import NamedSizes, PeakNames, largest_tensors, saved_in_loops, transient_memory
+from tflms_sft._report.peak_report import (
+    FRAGMENTATION,
+    NamedSizes,
+    PeakNames,
+    largest_tensors,
+    saved_in_loops,
+    transient_memory,
+)
 from tflms_sft._report.plan import Plan
 from tflms_sft._report.plan_records import Prediction
 from tflms_sft._report.segment_report import describe_segment, shares
@@ -68,6 +75,7 @@ class TracedStep:
         batch_is_fixed: Whether the graph fixes the batch size.
         variables: Bytes of each variable.
         forward: Names of ops that are forward in spite of the misleading name of their layer.
+        devices: GPUs of several replicas, whose loops run concurrently; empty for one replica, and on a CPU.
         rates: Rates of the machine.
         correction: Measured over predicted memory of an earlier plan.
         in_used_process: Whether much other memory had been in use in the process before the earlier plan ran.
@@ -84,6 +92,7 @@ class TracedStep:
     batch_is_fixed: bool
     variables: list[int]
     forward: Container[str] = ()
+    devices: Sequence[str] = ()
     rates: MachineRates = NOMINAL
     correction: float = 1.0
     in_used_process: bool = False
@@ -232,7 +241,7 @@ def predicted_peak(
         for tile_loop in plan.loops
     }
     of_original = traced.loop_iterations if graph is None else loop_iterations(graph, traced.batch)
-    return graph_peak(trace, {**of_original, **iterations}, limit)
+    return graph_peak(trace, {**of_original, **iterations}, limit, max(len(traced.devices), 1))
 
 
 def op_times(
@@ -411,11 +420,14 @@ def prediction(
     """
     peak, ratio = predicted
     shown = PeakNames(traced.analysis, traced.record, names)
+    largest = largest_tensors(shown, plans, graph, peak)
+    if peak.fragmentation_bytes:
+        largest = tuple(sorted((*largest, (FRAGMENTATION, peak.fragmentation_bytes)), key=lambda item: -item[1]))
     return Prediction(
         peak_bytes=peak.peak_bytes,
         fixed_bytes=traced.fixed_bytes,
         time_ratio=ratio,
-        largest=largest_tensors(shown, plans, graph, peak),
+        largest=largest,
         timeline=peak.timeline,
         progress=_progress(traced, plans, graph, peak.timeline),
         seconds=ratio * traced.seconds,

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from rewriters.analysis.graph_analysis import GraphAnalysis
+from rewriters.device import properties
 from rewriters.device.peak_memory import Peak
 from rewriters.emission.loop_emitter import loop_output_tensors
 from rewriters.emission.tile_pass import SegmentPlan, loop_nodes
@@ -15,6 +16,9 @@ from tflms_sft._report.op_names import loop_text
 from tflms_sft._trace.layer_names import LayerCall, LayerRecord, part_name
 
 __all__: list[str] = []
+
+FRAGMENTATION = "free chunks between tensors (fragmentation)"
+"""Name of `Peak.fragmentation_bytes`."""
 
 NamedSizes = tuple[tuple[str, int], ...]
 """(name, bytes), largest first."""
@@ -194,4 +198,5 @@ def transient_memory(
 
 
 def _scratch(names: PeakNames, op: str) -> str:
-    return f"kernel scratch of {names.op(op)}"
+    parts = " (copies, cuDNN workspace)" if properties.name().startswith("GPU") else ""
+    return f"kernel scratch{parts} of {names.op(op)}"

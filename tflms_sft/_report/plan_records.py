@@ -16,7 +16,8 @@ class Prediction:
         fixed_bytes: Bytes of weights, optimizer slots and other variables.
         time_ratio: Time over that of the original step; from arithmetic and memory traffic at the machine's rates.
         largest: (name, bytes) of the largest tensors alive at the peak. The name is the layer that returns the tensor,
-            `layer (op)` for other tensors, or `layer (op, backward)` for gradients.
+            `layer (op)` for other tensors, or `layer (op, backward)` for gradients. On a GPU that is nearly full, also
+            the free chunks between tensors (fragmentation).
         timeline: (op, bytes alive while it runs), in predicted order. A tile loop is one op,
             `sft/<segment>/<loop>/while`.
         progress: Start of each of these ops, as a fraction of the time of the original step.

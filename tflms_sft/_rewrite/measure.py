@@ -28,19 +28,26 @@ RECORDS_SOURCE = "allocation records of one step"
 _MAX_NAMES = 4
 
 
-def earlier_peak() -> int:
+def earlier_peak(devices: Sequence[str] = ()) -> int:
     """Return the peak since the process began or the last `reset_peak`, in bytes; 0 without memory statistics."""
     try:
-        return int(tf.config.experimental.get_memory_info(properties.name())["peak"])
+        return _statistic("peak", devices)
     except (ValueError, RuntimeError, tf.errors.OpError):
         return 0
 
 
-def reset_peak(tiers: Iterable[Tier] = ()) -> int | None:
+def _statistic(key: str, devices: Sequence[str] = ()) -> int:
+    """Return a sum over devices of a number of `get_memory_info`; by default that of the planned device."""
+    names = devices or (properties.name(),)
+    return sum(int(tf.config.experimental.get_memory_info(name)[key]) for name in names)
+
+
+def reset_peak(tiers: Iterable[Tier] = (), devices: Sequence[str] = ()) -> int | None:
     """Start a measurement; return the bytes in use, or `None` if the device keeps no memory statistics."""
     try:
-        tf.config.experimental.reset_memory_stats(properties.name())
-        in_use = int(tf.config.experimental.get_memory_info(properties.name())["current"])
+        for name in devices or (properties.name(),):
+            tf.config.experimental.reset_memory_stats(name)
+        in_use = _statistic("current", devices)
     except (ValueError, RuntimeError, tf.errors.OpError):
         return None
     for tier in tiers:
@@ -60,7 +67,9 @@ def _take_allocator_peak() -> int:
     return peak
 
 
-def read_peak(in_use: int, step_bytes: Sequence[int], tiers: Iterable[Tier] = ()) -> Measurement | None:
+def read_peak(
+    in_use: int, step_bytes: Sequence[int], tiers: Iterable[Tier] = (), devices: Sequence[str] = ()
+) -> Measurement | None:
     """Return the peak of a step since `reset_peak`, without memory of others (data sets, other models).
 
     Blocks below the size that the allocator's statistics count are added for the step's own tensors only.
@@ -69,13 +78,14 @@ def read_peak(in_use: int, step_bytes: Sequence[int], tiers: Iterable[Tier] = ()
         in_use: Bytes in use when the step began.
         step_bytes: Sizes of the step's own tensors that were in memory then, such as its variables.
         tiers: Swap tiers of the step, which know the bytes of arrays that they hold.
+        devices: GPUs whose peaks are added up; by default the planned device alone.
 
     Returns:
         The peak, or `None` if the device keeps no statistics, or none of blocks so small.
     """
     swapped = max((tier.peak_bytes() for tier in tiers), default=0)
     try:
-        peak = max(swapped, int(tf.config.experimental.get_memory_info(properties.name())["peak"]))
+        peak = max(swapped, _statistic("peak", devices))
     except (ValueError, RuntimeError, tf.errors.OpError):
         return None
     pool, min_counted_bytes = properties.pool(), properties.min_counted_bytes()
@@ -85,7 +95,8 @@ def read_peak(in_use: int, step_bytes: Sequence[int], tiers: Iterable[Tier] = ()
     others = max(in_use - pool.in_use, 0)
     if not peak or peak - others < sum(counted):
         return None  # The allocator counts only blocks above a size: the peak would be too low.
-    source = f"{STATISTICS_SOURCE} of {properties.name()}" + (", and arrays read from disk" if swapped else "")
+    names = " + ".join(devices) or properties.name()
+    source = f"{STATISTICS_SOURCE} of {names}" + (", and arrays read from disk" if swapped else "")
     return Measurement(peak - others + sum(step_bytes) - sum(counted), source)
 
 

@@ -105,7 +105,9 @@ def rewrite_traced(traced: TracedStep, request: RewriteRequest, advise: bool = T
         SwapError: If no tensor can be swapped with these parameters.
     """
     if isinstance(request.tiles, AutoParams):
-        return _within_budget(traced, request.tiles.resolved(traced.fixed_bytes), advise)
+        params = request.tiles.resolved(traced.fixed_bytes, traced.devices)
+        importer, plan = _within_budget(traced, params, advise)
+        return importer, amend_plan(plan, request.tiles.reduction_note(params, traced.devices))
     choice = BudgetPlan([], [], request.swaps)
     if request.tiles is not None:
         choice = BudgetPlan(*plan_sft(traced, request.tiles), request.swaps)
