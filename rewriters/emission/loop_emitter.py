@@ -13,7 +13,7 @@ from rewriters.analysis import summation_order
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.device.kernel_scratch import ConcurrencyGroup
 from rewriters.device.properties import forwards_input_buffer, may_fuse_with_consumer
-from rewriters.emission.buffers import DeviceBuffer, Span, stacked
+from rewriters.emission.buffers import DeviceBuffer, Span, host_scalar, stacked
 from rewriters.emission.loop_outputs import LoopOutput, MergedMoments, ReductionOutput, ScatterAddOutput, TiledOutput
 from rewriters.emission.row_carries import CarriedState, SavedState, finish_gradient_rows, joined, received
 from rewriters.emission.while_loop import emit_while_loop
@@ -327,7 +327,8 @@ class IterationEmitter:
         key = (axis, values.tobytes())
         if key not in self._lookups:
             with tf.control_dependencies(None):  # Later ops share it.
-                self._lookups[key] = tf.gather(tf.constant(values), self._indices[axis])
+                # On a GPU `GatherV2` reads int32 from the GPU's memory, and consumers wait for the copy to the host.
+                self._lookups[key] = tf.constant(values)[self._indices[axis]]
         return self._lookups[key]
 
     def spans(self, tensor: Tensor, region: Region) -> list[Span]:
@@ -418,12 +419,10 @@ class IterationEmitter:
         for axis, (change, dim) in enumerate(zip(fits, dims, strict=True)):
             if dim is not None:
                 paddings[dim] = [self.lookup(change.before, axis), self.lookup(change.after, axis)]
-        # Carried rows may have any dtype; only `tf.zeros` covers all of them.
-        constant = tf.constant(value.dtype.min if fill == "lowest" else fill, value.dtype) if fill else None
         return tf.raw_ops.PadV2(
             input=value,
             paddings=tf.reshape(stacked([size for pair in paddings for size in pair]), [-1, 2]),
-            constant_values=tf.zeros([], value.dtype) if constant is None else constant,
+            constant_values=host_scalar(value.dtype.min if fill == "lowest" else fill, value.dtype),
         )
 
     # Carried rows --------------------------------------------------------------------------------------------
