@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
+from rewriters.device import properties
 from rewriters.errors import RewriteError
 from rewriters.ir import tf_internals
 from rewriters.ir.graph import BRANCHES, LOOPS, Graph, Node, Tensor, from_concrete_function, shape_bytes
@@ -153,6 +154,15 @@ def gpu_kernel(node: Node) -> tf_internals.Kernel | None:
         if all(allowed.issuperset(types.get(name, ())) for name, allowed in kernel.types.items()):
             return kernel
     return None
+
+
+def reads_gpu_memory(node: Node, tensor: Tensor) -> bool:
+    """Return whether plans are for a GPU, and the kernel of an op reads an operand in the GPU's memory."""
+    kernel = gpu_kernel(node) if properties.device_of(node).startswith("GPU") else None
+    if kernel is None:
+        return False
+    names, _ = tf_internals.argument_names(node.op, node.attrs)
+    return not any(t == tensor and name in kernel.host_arguments for t, name in zip(node.inputs, names, strict=True))
 
 
 def _is_lowered(node: Node) -> bool:
