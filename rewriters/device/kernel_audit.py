@@ -327,7 +327,7 @@ def _functions(graph: Graph, node: Node) -> list[Graph]:
     if node.op in LOOPS:
         functions = [function_of(graph, node, attr) for attr in ("cond", "body")]
     elif node.op in BRANCHES:
-        functions = list(branches_of(graph, node) or [None])
+        functions = [*(branches_of(graph, node) or [None])]
     else:
         functions = [called_function(graph, node)]
     if None in functions:
