@@ -324,10 +324,11 @@ def _functions(graph: Graph, node: Node) -> list[Graph]:
     Raises:
         RewriteError: If TensorFlow cannot import one of them.
     """
+    functions: list[Graph | None]
     if node.op in LOOPS:
         functions = [function_of(graph, node, attr) for attr in ("cond", "body")]
     elif node.op in BRANCHES:
-        functions = [*(branches_of(graph, node) or [None])]
+        functions = [*(branches_of(graph, node) or (None,))]
     else:
         functions = [called_function(graph, node)]
     if None in functions:
