@@ -19,6 +19,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -126,20 +127,25 @@ class KernelAudit:
         return tuple(copies for copies in self.copies if copies.loop)
 
 
-def audit_kernels(concrete_fn: object) -> KernelAudit:
+def audit_kernels(concrete_fn: Any) -> KernelAudit:
     """Audit all ops of a traced function and of the functions that it uses.
 
     Raises:
         RewriteError: If TensorFlow is a build without GPU kernels, or if a function cannot be read.
     """
+    return audit_graph(from_concrete_function(concrete_fn))
+
+
+def audit_graph(graph: Graph) -> KernelAudit:
+    """Audit all ops of a graph, as `audit_kernels` does."""
     if not tf.test.is_built_with_cuda():
         raise RewriteError(
             "The installed TensorFlow has no GPU kernels to check. Install a build with CUDA: "
             "`pip install tensorflow` on Linux."
         )
-    auditor = _Auditor()
-    graph = from_concrete_function(concrete_fn)
+    graph = graph.copy()
     graph.prune()
+    auditor = _Auditor()
     auditor.visit(graph, "", "", "")
     return auditor.result()
 
