@@ -29,6 +29,7 @@ from rewriters.ir import tf_internals
 from rewriters.ir.graph import BRANCHES, LOOPS, Graph, Node, Tensor, from_concrete_function, shape_bytes
 from rewriters.ir.inlining import is_call, is_xla_call
 from rewriters.ir.loop_bodies import branches_of, called_function, function_of
+from rewriters.ir.op_traits import Trait, ops_with
 
 __all__: list[str] = []
 
@@ -38,10 +39,27 @@ MAX_SMALL_BYTES = 1024
 UNKNOWN_SIZE = 32
 """Assumed size of a dimension whose size varies, such as the rows of a tile."""
 
-_METADATA = frozenset(("Shape", "Size", "Rank"))
-
 _ON_HOST = frozenset((tf.int32.as_datatype_enum, tf.string.as_datatype_enum, tf.resource.as_datatype_enum))
 """Types that the ops of control flow hold in host memory (framework/memory_types.cc, MTypeFromDType)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AuditedOp:
+    """An op type with the types of a step.
+
+    Attributes:
+        op: Type of the op.
+        dtype: As in `MissingKernel`.
+        has_kernel: Whether a GPU kernel is registered for its types.
+        host_arguments: Names of its operands and results in host memory.
+        in_loop: Whether it runs in a loop.
+    """
+
+    op: str
+    dtype: str
+    has_kernel: bool
+    host_arguments: tuple[str, ...]
+    in_loop: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +127,7 @@ class KernelAudit:
 
     Attributes:
         num_ops: Number of ops, those of loops, conditionals and calls included.
+        ops: Op types with their types, without ops on an explicit CPU, loops, conditionals and calls.
         missing: Ops without a GPU kernel for their types, without those on an explicit CPU, such as swaps.
         host_tensors: Results of more than `MAX_SMALL_BYTES` of ops that keep them in host memory, without swaps.
         copies: Copies of each loop, and those outside of loops.
@@ -116,6 +135,7 @@ class KernelAudit:
     """
 
     num_ops: int
+    ops: frozenset[AuditedOp]
     missing: tuple[MissingKernel, ...]
     host_tensors: tuple[AuditedTensor, ...]
     copies: tuple[Copies, ...]
@@ -125,6 +145,15 @@ class KernelAudit:
     def loops(self) -> tuple[Copies, ...]:
         """Copies of each iteration, by loop."""
         return tuple(copies for copies in self.copies if copies.loop)
+
+
+def check_build() -> None:
+    """Raise `RewriteError` if TensorFlow is a build without GPU kernels."""
+    if not tf.test.is_built_with_cuda():
+        raise RewriteError(
+            "The installed TensorFlow has no GPU kernels to check. Install a build with CUDA: "
+            "`pip install tensorflow` on Linux."
+        )
 
 
 def audit_kernels(concrete_fn: Any) -> KernelAudit:
@@ -138,11 +167,7 @@ def audit_kernels(concrete_fn: Any) -> KernelAudit:
 
 def audit_graph(graph: Graph) -> KernelAudit:
     """Audit all ops of a graph, as `audit_kernels` does."""
-    if not tf.test.is_built_with_cuda():
-        raise RewriteError(
-            "The installed TensorFlow has no GPU kernels to check. Install a build with CUDA: "
-            "`pip install tensorflow` on Linux."
-        )
+    check_build()
     graph = graph.copy()
     graph.prune()
     auditor = _Auditor()
@@ -212,7 +237,7 @@ class _Placement:
         has_kernel = has_kernel or self._kernels[node] is not None
         self._names[node] = tf_internals.argument_names(node.op, node.attrs)
         on_gpu = has_kernel and not self.is_on_explicit_cpu(node)
-        if node.op in _METADATA and not self.device(node):
+        if node.op in ops_with(Trait.SHAPE_QUERY) and len(node.inputs) == 1 and not self.device(node):
             on_gpu = on_gpu and self._on_gpu[node.inputs[0].node]
         self._on_gpu[node] = on_gpu
 
@@ -258,6 +283,7 @@ class _Auditor:
 
     def __init__(self) -> None:
         self._num_ops = self._num_swaps = 0
+        self._ops: set[AuditedOp] = set()
         self._missing: list[MissingKernel] = []
         self._host_tensors: list[AuditedTensor] = []
         self._copies: dict[str, list[tuple[Tensor, bool, str]]] = {"": []}
@@ -270,7 +296,12 @@ class _Auditor:
             large = tuple(_audited(tensor, where) for tensor, _, where in found if _is_large(tensor))
             copies.append(Copies(loop, sum(small), len(small) - sum(small), large))
         return KernelAudit(
-            self._num_ops, tuple(self._missing), tuple(self._host_tensors), tuple(copies), self._num_swaps
+            self._num_ops,
+            frozenset(self._ops),
+            tuple(self._missing),
+            tuple(self._host_tensors),
+            tuple(copies),
+            self._num_swaps,
         )
 
     def visit(self, graph: Graph, where: str, loop: str, device: str, is_condition: bool = False) -> None:
@@ -289,13 +320,8 @@ class _Auditor:
             if node in arguments:
                 continue
             self._num_ops += 1
-            if placement.lacks_kernel(node):
-                dtypes = [dtype for dtype, _ in node.outputs] or [tensor.dtype for tensor in node.inputs]
-                self._missing.append(MissingKernel(node.op, dtypes[0].name if dtypes else "", node.name, where))
             if not _is_lowered(node) and not placement.is_on_explicit_cpu(node):
-                results = [node.out(index) for index in range(len(node.outputs))]
-                on_host = [tensor for tensor in results if placement.result_on_host(tensor)]
-                self._host_tensors += [_audited(tensor, where) for tensor in on_host if _is_large(tensor)]
+                self._add(node, placement, where, bool(loop))
         self._copies.setdefault(loop, []).extend((*copy, where) for copy in self._crossing(graph, placement))
         for node in graph.nodes.values():
             if not _is_lowered(node):
@@ -305,6 +331,18 @@ class _Auditor:
                 is_loop = node.op in LOOPS
                 around = inner if is_loop else loop
                 self.visit(function, inner, around, placement.device(node), is_condition=is_loop and not number)
+
+    def _add(self, node: Node, placement: _Placement, where: str, in_loop: bool) -> None:
+        """Record an op, and its results in host memory."""
+        dtypes = [dtype for dtype, _ in node.outputs] or [tensor.dtype for tensor in node.inputs]
+        dtype, kernel = dtypes[0].name if dtypes else "", gpu_kernel(node)
+        host_arguments = () if kernel is None else tuple(sorted(kernel.host_arguments))
+        self._ops.add(AuditedOp(node.op, dtype, not placement.lacks_kernel(node), host_arguments, in_loop))
+        if placement.lacks_kernel(node):
+            self._missing.append(MissingKernel(node.op, dtype, node.name, where))
+        results = [node.out(index) for index in range(len(node.outputs))]
+        on_host = [tensor for tensor in results if placement.result_on_host(tensor)]
+        self._host_tensors += [_audited(tensor, where) for tensor in on_host if _is_large(tensor)]
 
     def _crossing(self, graph: Graph, placement: _Placement) -> Iterator[tuple[Tensor, bool]]:
         """Yield each tensor that is copied, once for all consumers, and whether it is copied to the host."""
