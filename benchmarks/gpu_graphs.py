@@ -145,21 +145,25 @@ def _move_to_gpus(graph: Any) -> None:
 
 
 def kernel_table(stored: Mapping[str, Any]) -> str:
-    """Return the Markdown table of the kernel audit, one line for each network and type."""
-    lines = [["network", "type", "plan", "ops", "loops", "no GPU kernel", "on the host", "copies", "scalars copied"]]
-    for case in cases():
-        figures = stored.get(case.name, {}).get("kernels")
-        if figures is None:
+    """Return the Markdown table of the kernel audit: a line for each network and type, with numbers by plan."""
+    lines = [["network", "type", "ops", "no GPU kernel", "on the host", "copies", "numbers to host", "to GPU", "swaps"]]
+    plans = (*PLANS, "pipeline")
+    for net, dtype in dict.fromkeys((case.net, case.dtype) for case in cases()):
+        measured = [stored.get(Case(net, dtype, plan).name, {}).get("kernels") for plan in plans]
+        if not any(measured):
             continue
-        scalars = f"{figures['small_to_host']} / {figures['small_to_gpu']}"
-        counted = (_counted(figures[key]) for key in ("missing", "host_tensors", "copies"))
-        lines.append([case.net, case.dtype, case.plan, f"{figures['ops']:,}", str(figures["loops"]), *counted, scalars])
+        ops = " / ".join("-" if figures is None else f"{figures['ops']:,}" for figures in measured[: len(PLANS)])
+        present = [figures for figures in measured if figures is not None]
+        named = (_counted([figures[key] for figures in present]) for key in ("missing", "host_tensors", "copies"))
+        numbers = (max(figures[key] for figures in present) for key in ("small_to_host", "small_to_gpu", "swaps"))
+        lines.append([net, dtype, ops, *named, *map(str, numbers)])
     return _results.markdown(lines)
 
 
-def _counted(numbers: Mapping[str, int]) -> str:
-    """Return numbers by name as text, such as `2 MaxPool3D float64`; 0 for none."""
-    return ", ".join(f"{number} {name}" for name, number in numbers.items()) or "0"
+def _counted(counts: Sequence[Mapping[str, int]]) -> str:
+    """Return the largest number of each name as text, such as `2 MaxPool3D float64`; 0 without names."""
+    largest = {name: max(count.get(name, 0) for count in counts) for count in counts for name in count}
+    return ", ".join(f"{number} {name}" for name, number in largest.items()) or "0"
 
 
 TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {"kernels": kernel_table}
