@@ -43,8 +43,8 @@ def equality(
     if device == "gpu":
         tf.config.experimental.enable_tensor_float_32_execution(False)
     keras.config.set_floatx(floatx)
-    task = _task(net)
-    step = _step(task, image_size, batch, floatx)
+    task = network_task(net)
+    step = training_step(task, image_size, batch, floatx)
     images, labels = (tf.constant(part) for part in task.noise(image_size, batch))
     images = tf.cast(images, floatx)
     labels = tf.cast(labels, floatx) if labels.dtype.is_floating else labels
@@ -94,8 +94,8 @@ def peaks(
     if device == "gpu":
         tf.config.experimental.enable_tensor_float_32_execution(tf32)
     tf.config.optimizer.set_experimental_options({"layout_optimizer": layout})
-    task = _task(net)
-    step = _step(task, image_size, batch, "float32")
+    task = network_task(net)
+    step = training_step(task, image_size, batch, "float32")
     data = tuple(tf.constant(part) for part in task.noise(image_size, batch))
     began = time.perf_counter()
     fast, fraction = _within(step, *data)
@@ -159,8 +159,8 @@ def limited(
     import tflms_sft
 
     limit_memory(device, memory)
-    task = _task(net)
-    step = _step(task, image_size, batch, "float32")
+    task = network_task(net)
+    step = training_step(task, image_size, batch, "float32")
     data = tuple(tf.constant(part) for part in task.noise(image_size, batch))
     began = time.perf_counter()
     fast = tflms_sft.rewrite(step, tflms_sft.AutoParams(memory - reserved), *data)
@@ -192,8 +192,8 @@ def plain_times(
 
     import tflms_sft
 
-    task = _task(net)
-    step = _step(task, image_size, batch, "float32")
+    task = network_task(net)
+    step = training_step(task, image_size, batch, "float32")
     data = tuple(tf.constant(part) for part in task.noise(image_size, batch))
     run = tf.function(step.python_function, jit_compile=True, autograph=False) if xla else step
     with alone_on_device():
@@ -218,8 +218,8 @@ def overlap(*, net: str, image_size: int, batch: int, device: str, emit: _child.
     from rewriters.device import gpu_kernels
     from rewriters.ir import tf_internals
 
-    task = _task(net)
-    step = _step(task, image_size, batch, "float32")
+    task = network_task(net)
+    step = training_step(task, image_size, batch, "float32")
     data = tuple(tf.constant(part) for part in task.noise(image_size, batch))
     params = tflms_sft.LMSParams(tier="host" if device == "gpu" else "disk")
     fast = tflms_sft.rewrite(step, params, *data)
@@ -285,15 +285,15 @@ def largest_batch(*, net: str, image_size: int, memory: int, steps: int, device:
     import tflms_sft
 
     limit_memory(device, memory)
-    task = _task(net)
+    task = network_task(net)
     needs = []
     for batch in (1, 2):
-        step = _step(task, image_size, batch, "float32")
+        step = training_step(task, image_size, batch, "float32")
         needs.append(tflms_sft.rewrite(step, tflms_sft.AutoParams("1TiB")).plan.original.peak_bytes)
     plain = max(1, 2 + (memory - needs[1]) // (needs[1] - needs[0]))
     best: Any = None
     for factor in (2, 4, 8, 16, 32, 64):
-        step = _step(task, image_size, plain * factor, "float32")
+        step = training_step(task, image_size, plain * factor, "float32")
         try:
             best = factor, tflms_sft.rewrite(step, tflms_sft.AutoParams(memory))
         except tflms_sft.BudgetError:
@@ -327,8 +327,8 @@ def tiled(*, net: str, image_size: int, batch: int, tiles: int, device: str, emi
 
     import tflms_sft
 
-    task = _task(net)
-    step = _step(task, image_size, batch, "float32")
+    task = network_task(net)
+    step = training_step(task, image_size, batch, "float32")
     data = tuple(tf.constant(part) for part in task.noise(image_size, batch))
     fast = tflms_sft.rewrite(step, tflms_sft.SFTParams(num_tiles=(tiles,) * task.dimensions), *data)
     with alone_on_device():
@@ -391,13 +391,13 @@ def _seconds(run: Callable[..., Any], data: Sequence[Any]) -> float:
     return time.perf_counter() - began
 
 
-def _task(net: str) -> _nets.Task:
+def network_task(net: str) -> _nets.Task:
     if net in _nets.TASKS:
         return _nets.TASKS[net]
     return _nets.Task(net, functools.partial(_nets.application, net), 2, 3, False, image_size=224, batch=2)
 
 
-def _step(task: _nets.Task, image_size: int, batch: int, floatx: str) -> Any:
+def training_step(task: _nets.Task, image_size: int, batch: int, floatx: str) -> Any:
     """Return the training step of a network with the optimizer that moves its weights visibly."""
     import tensorflow as tf
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from rewriters.device import properties
+from rewriters.ir import tf_internals
 
 __all__: list[str] = []
 
@@ -43,6 +44,18 @@ def empty_buffer(shape: Any, dtype: tf.DType, zero: bool) -> Any:
     It is the result of `Empty` because Grappler would fold a large constant fill into the graph.
     """
     return tf.raw_ops.Empty(shape=shape, dtype=dtype, init=zero)
+
+
+def host_scalar(value: Any, dtype: tf.DType) -> Any:
+    """Return a constant for an operand that kernels read in host memory; 0 may have any type.
+
+    A GPU holds the values of `Const` in its own memory, from which TensorFlow would copy them in each iteration.
+    """
+    constant = tf.constant(value, dtype) if value else tf.zeros([], dtype)
+    if not properties.name().startswith("GPU"):
+        return constant
+    (result,) = tf_internals.create_op("HostConst", [], [dtype], constant.op.node_def.attr, "constant", "")
+    return result
 
 
 class DeviceBuffer:

@@ -11,9 +11,10 @@ import tensorflow as tf
 
 from rewriters.analysis import summation_order
 from rewriters.analysis.graph_analysis import GraphAnalysis
+from rewriters.device.kernel_audit import reads_gpu_memory
 from rewriters.device.kernel_scratch import ConcurrencyGroup
 from rewriters.device.properties import forwards_input_buffer, may_fuse_with_consumer
-from rewriters.emission.buffers import DeviceBuffer, Span, stacked
+from rewriters.emission.buffers import DeviceBuffer, Span, host_scalar, stacked
 from rewriters.emission.loop_outputs import LoopOutput, MergedMoments, ReductionOutput, ScatterAddOutput, TiledOutput
 from rewriters.emission.row_carries import CarriedState, SavedState, finish_gradient_rows, joined, received
 from rewriters.emission.while_loop import emit_while_loop
@@ -91,9 +92,19 @@ class LoopEmitter:
         self.analysis = analysis
         self.segment = segment
         self.tile_loop = tile_loop
-        self.outer = outer
+        self.outer = {tensor: self._sliceable(tensor, value) for tensor, value in outer.items()}
         self.batch = self._batch_size()
         self.batch_tiles = 1 if tile_loop.grid.batch == 1 else tf.minimum(tile_loop.grid.batch, self.batch)
+
+    def _sliceable(self, tensor: Tensor, value: Any) -> Any:
+        """Return a full-size tensor in a type whose slices stay in the GPU's memory, if all ops read it there.
+
+        Kernels for slices of int32 read host memory, from which each iteration would copy its part of a label map.
+        """
+        consumers = [node for node in self.tile_loop.body if tensor in node.inputs]
+        is_sliced = tensor in self.tile_loop.reads and tensor not in self.tile_loop.invariants
+        in_gpu_memory = is_sliced and all(reads_gpu_memory(node, tensor) for node in consumers)
+        return tf.bitcast(value, tf.uint32) if tensor.dtype == tf.int32 and in_gpu_memory else value
 
     def _batch_size(self) -> Any:
         source = batch_source(self.tile_loop, self.segment)
@@ -312,6 +323,7 @@ class IterationEmitter:
         if tensor not in self.values and tensor in self.tile_loop.reads:
             buffer = DeviceBuffer(self._outer(tensor, self._consumers.get(tensor, ())))
             value = buffer.read(self.spans(tensor, self.tile_loop.regions[tensor]), shared=True)
+            value = value if value.dtype == tensor.dtype else tf.bitcast(value, tensor.dtype)
             self.values[tensor] = self._counted_once(tensor, value)
         return self.values[tensor]
 
@@ -327,7 +339,8 @@ class IterationEmitter:
         key = (axis, values.tobytes())
         if key not in self._lookups:
             with tf.control_dependencies(None):  # Later ops share it.
-                self._lookups[key] = tf.gather(tf.constant(values), self._indices[axis])
+                # On a GPU `GatherV2` reads int32 from the GPU's memory, and consumers wait for the copy to the host.
+                self._lookups[key] = tf.constant(values)[self._indices[axis]]
         return self._lookups[key]
 
     def spans(self, tensor: Tensor, region: Region) -> list[Span]:
@@ -418,12 +431,10 @@ class IterationEmitter:
         for axis, (change, dim) in enumerate(zip(fits, dims, strict=True)):
             if dim is not None:
                 paddings[dim] = [self.lookup(change.before, axis), self.lookup(change.after, axis)]
-        # Carried rows may have any dtype; only `tf.zeros` covers all of them.
-        constant = tf.constant(value.dtype.min if fill == "lowest" else fill, value.dtype) if fill else None
         return tf.raw_ops.PadV2(
             input=value,
             paddings=tf.reshape(stacked([size for pair in paddings for size in pair]), [-1, 2]),
-            constant_values=tf.zeros([], value.dtype) if constant is None else constant,
+            constant_values=host_scalar(value.dtype.min if fill == "lowest" else fill, value.dtype),
         )
 
     # Carried rows --------------------------------------------------------------------------------------------

@@ -58,6 +58,11 @@ def branches_of(graph: Graph, node: Node) -> list[Graph] | None:
     return None if None in branches else [branch for branch in branches if branch is not None]
 
 
+def called_function(graph: Graph, node: Node) -> Graph | None:
+    """Return the function that an op calls as a graph with shapes; `None` as for `function_of`."""
+    return _function(graph, node.attrs["f"].func.name, node.inputs, [(t.dtype, t.shape) for t in node.inputs])
+
+
 def _function(
     graph: Graph, name: str, operands: Sequence[Tensor], specs: Sequence[tuple[tf.DType, Shape]]
 ) -> Graph | None:

@@ -6,6 +6,7 @@ why that is not enough.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from tensorflow.python import pywrap_tfe
 from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import atomic_function
-from tensorflow.python.framework import func_graph, function_def_to_graph, op_def_registry, ops
+from tensorflow.python.framework import func_graph, function_def_to_graph, kernels, op_def_registry, ops
 from tensorflow.python.ops import cond_v2, handle_data_util, resource_variable_ops
 
 from rewriters.ir.op_traits import Trait, ops_with
@@ -38,6 +39,70 @@ def has_outputs(op_type: str) -> bool:
     """Return whether an op type has results (unknown types count as having some)."""
     op_def = op_def_registry.get(op_type)
     return True if op_def is None else bool(op_def.output_arg)
+
+
+class Kernel(NamedTuple):
+    """A registered kernel of an op type.
+
+    Attributes:
+        types: Allowed types by the attribute that they are the value of.
+        host_arguments: Names of operands and results in host memory.
+    """
+
+    types: Mapping[str, frozenset[int]]
+    host_arguments: frozenset[str]
+
+
+@functools.cache
+def registered_kernels(op_type: str, device: str) -> tuple[Kernel, ...]:
+    """Return the kernels of an op type for a kind of device, such as `"GPU"`, in the order in which TensorFlow looks.
+
+    Nothing public lists kernels; `tf.config` knows devices alone. A build for a device registers its kernels on
+    machines without one, too. Kernels for any device (`DEFAULT`) come last.
+    """
+    records = [record for record in kernels.get_registered_kernels_for_op(op_type).kernel if not record.label]
+    chosen = sorted((r for r in records if r.device_type == device), key=lambda record: -record.priority)
+    chosen += [record for record in records if record.device_type == "DEFAULT"]
+    return tuple(
+        Kernel(
+            {constraint.name: frozenset(constraint.allowed_values.list.type) for constraint in record.constraint},
+            frozenset(record.host_memory_arg),
+        )
+        for record in chosen
+    )
+
+
+def argument_names(op_type: str, attrs: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Return the name of each operand and of each result of an op; a list of tensors repeats its name.
+
+    `tf.Operation` has positions only. Both are empty for an unknown type, such as the name of a function.
+    """
+    op_def = op_def_registry.get(op_type)
+
+    def names(arguments: Iterable[Any]) -> list[str]:
+        result: list[str] = []
+        for argument in arguments:
+            count = 1
+            if argument.number_attr:
+                count = attrs[argument.number_attr].i
+            elif argument.type_list_attr:
+                count = len(attrs[argument.type_list_attr].list.type)
+            result += [argument.name] * count
+        return result
+
+    return ([], []) if op_def is None else (names(op_def.input_arg), names(op_def.output_arg))
+
+
+def type_attributes(op_type: str) -> dict[str, tuple[int, ...]]:
+    """Return the default types of each attribute that holds types; a node may lack an attribute with a default."""
+    op_def = op_def_registry.get(op_type)
+    attributes = [] if op_def is None else [attr for attr in op_def.attr if attr.type in ("type", "list(type)")]
+    return {attr.name: types_in(attr.default_value) for attr in attributes}
+
+
+def types_in(attribute: Any) -> tuple[int, ...]:
+    """Return the types that an `AttrValue` holds."""
+    return (attribute.type,) if attribute.type else tuple(attribute.list.type)
 
 
 def control_outputs(concrete_fn: Any) -> list[Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from rewriters.device import properties
 from rewriters.errors import NotTileableError
 from rewriters.ir.graph import PER_PIXEL, Tensor
 from rewriters.rules.axis_layouts import AxisMap
@@ -36,6 +37,8 @@ def run_per_pixel(op: str, features: Any, labels: Any) -> list[Any]:
     # Concatenated rows may have lost a static size.
     classes = shape[-1] if features.shape[-1] is None else features.shape[-1]
     flat = [-1] if op.startswith("Sparse") else [-1, classes]
+    if labels.dtype == tf.int32 and properties.name().startswith("GPU"):
+        labels = tf.cast(labels, tf.int64)  # The kernel that reshapes int32 reads host memory.
     loss, gradient = getattr(tf.raw_ops, op)(
         features=tf.reshape(features, [-1, classes]), labels=tf.reshape(labels, flat)
     )

@@ -21,6 +21,7 @@ from typing import Any
 
 from rewriters.errors import RewriteError
 from tflms_sft._cli.exit_status import NOT_MET, OK, Outcome, Progress, table
+from tflms_sft._cli.kernel_check import KernelReport, check_kernels
 from tflms_sft._util import requirements
 from tflms_sft._util.byte_sizes import format_bytes
 from tflms_sft._util.open_files import open_file_limits
@@ -72,12 +73,20 @@ def execute(options: argparse.Namespace) -> Outcome:
         progress.say("running a small step ...")
         for name, trial in (("tiles", _try_tiles), ("swaps", lambda: _try_swaps(options.spill_dir))):
             lines.extend(_guarded(f"small step, {name}", trial))
+    report: KernelReport | None = None
+    if is_supported and options.kernels:
+        progress.say("checking GPU kernels ...")
+        reports: list[KernelReport] = []
+        lines.extend(_guarded("GPU kernels", lambda: _kernels(reports)))
+        report = next(iter(reports), None)
     failed = sum(line.status == FAILED for line in lines)
     verdict = f"{failed} of {len(lines)} FAILED" if failed else "all requirements are met"
     if not is_supported:
         verdict += "; other checks need supported versions of TensorFlow and Keras"
     text = table([[line.status, line.name, line.text] for line in lines])
     data = {"command": "doctor", "ok": not failed, "lines": [dataclasses.asdict(line) for line in lines]}
+    if report is not None:
+        text, data["kernels"] = f"{text}\n\n{report.text()}\n", report.data()
     return Outcome(f"{text}\n{verdict}", data, NOT_MET if failed else OK)
 
 
@@ -262,6 +271,22 @@ def _try_swaps(directory: str | None) -> Iterator[Finding]:
         yield Finding(NOTE, "small step, swaps", reason)
     else:
         yield _compare_small_step("swaps", params)
+
+
+def _kernels(reports: list[KernelReport]) -> Iterator[Finding]:
+    """Check the GPU kernels of small steps, and add the report to `reports`."""
+    report = check_kernels()
+    reports.append(report)
+    number = f"{len(report.rows)} ops of {len(report.networks)} small steps in tiles"
+    yield Finding(
+        FAILED if report.missing else FINE,
+        "GPU kernels",
+        f"{number}; without a GPU kernel: {', '.join(report.missing) or 'none'}",
+    )
+    copies = ", ".join(report.copies) or "none"
+    yield Finding(
+        FAILED if report.copies else FINE, "GPU copies", f"tensors that tile loops copy to the host: {copies}"
+    )
 
 
 def _compare_small_step(name: str, params: object) -> Finding:

@@ -326,6 +326,8 @@ def _add_doctor(commands: Any) -> None:
     )
     text = "directory for swapped tensors; default: that of `LMSParams`"
     parser.add_argument("--spill-dir", metavar="DIR", help=text)
+    text = "also check that all ops of small steps in tiles have GPU kernels, with or without a GPU, and print them"
+    parser.add_argument("--kernels", action="store_true", help=text)
     _add_common(parser)
 
 
