@@ -57,7 +57,7 @@ def test_larger_card_takes_larger_images(run):
     for card in ("rtx2080ti", "a100-40"):
         code, out, _ = run("max-input", "--budget", "auto", "--within", "0.3", "--device-model", card, "--json")
         assert code == 0
-        sides.append(json.loads(out)["original"]["size"])
+        sides.append(json.loads(out)["plain"]["size"])
     assert sides[1] > 1.5 * sides[0]
 
 
