@@ -319,7 +319,6 @@ class _SwapSelector:
             fetches[fetch].control = control or fetches[fetch].control
 
 
-
 def _is_data(tensor: Tensor) -> bool:
     return tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype.is_bool or tensor.dtype.is_complex
 

@@ -44,10 +44,12 @@ class Timetable:
     Attributes:
         begins: Begin of each op and each transfer, in seconds from the start of the step.
         ends: End of each of them.
+        order: All of them in the order in which memory changes: swap-outs by their end, all others by their begin.
     """
 
     begins: Mapping[Node, float]
     ends: Mapping[Node, float]
+    order: Sequence[Node]
 
     @property
     def seconds(self) -> float:
@@ -116,7 +118,7 @@ def simulate(
             waiting[node] -= 1
             if not waiting[node]:
                 start(node, now)
-    return Timetable(begins, ends)
+    return Timetable(begins, ends, sorted(begins, key=lambda node: ends[node] if node in outs else begins[node]))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -1,8 +1,9 @@
 """A program: steps with swaps on a device whose ops and transfers sleep, so that their times hardly depend on load.
 
 Convolutions and their gradients run one at a time, and so do transfers of a direction. Prints, for swap-ins without and
-with leads: the fraction of their time that is hidden behind computation, the time that the device waits, the time of a
-step, its simulated time, and the largest difference to the results of the original step.
+with leads, and for a link that limits the step: the fraction of swap-in time that is hidden behind computation, the
+time that the device waits, the time of a step, its simulated time, the time of `MachineRates.swapped`, and the largest
+difference to the results of the original step.
 """
 
 import os
@@ -10,6 +11,7 @@ import os
 os.environ["TF_NUM_INTEROP_THREADS"] = "16"  # Sleeping ops hold a thread.
 os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0"
 
+import dataclasses
 import statistics
 import threading
 import time
@@ -23,13 +25,14 @@ from keras import layers
 from benchmarks._gpu_checks import hidden_fraction
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize import canonicalize
+from rewriters.estimates.op_cost import NOMINAL
 from rewriters.ir.graph import predecessors
 from rewriters.step_importer import StepImporter
 from rewriters.swapping import tiers
 from rewriters.swapping.swap_pass import SwapOptions, in_swap_order, insert_swaps, plan_swaps, without_copies
 from rewriters.swapping.transfer_schedule import LeadTimes, simulate
 
-OP_SECONDS, TRANSFER_SECONDS, LAYERS, STEPS = 0.02, 0.015, 12, 3
+OP_SECONDS, LAYERS, STEPS = 0.02, 16, 3
 SLOW = ("Conv2D", "Conv2DBackpropInput", "Conv2DBackpropFilter")
 
 
@@ -94,24 +97,26 @@ def main():
     want = step.run(step.concrete_fn)
     options = SwapOptions(incl_types=("Relu",), ctrld_strategy="direct_order", fuse_swapins=True)
     size = plan_swaps(analysis, options, 2).swaps[0].tensor.num_bytes(2)
-    rate = size / TRANSFER_SECONDS
 
     def seconds(node):
         return OP_SECONDS if node.op in SLOW else 0.0
 
-    for name, times in (("lb", None), ("lead", LeadTimes(seconds, rate))):
-        tier = SleepingTier(rate)
-        plan = plan_swaps(analysis, options, 2, times)
+    for name, lead, transfer_seconds in (("lb", 0, 0.015), ("lead", 1, 0.015), ("full link", 1, 0.045)):
+        tier = SleepingTier(size / transfer_seconds)
+        plan = plan_swaps(analysis, options, 2, LeadTimes(seconds, tier.rate, lead) if lead else None)
         result = insert_swaps(analysis, plan.swaps, tier, 2)
-        durations = (dict.fromkeys(nodes, TRANSFER_SECONDS) for nodes in (result.swap_outs, result.swap_ins))
+        durations = [dict.fromkeys(nodes, transfer_seconds) for nodes in (result.swap_outs, result.swap_ins)]
+        say(f"{name} swaps", len(plan.swaps))
         say(f"{name} simulated", simulate(result.graph, seconds, *durations).seconds)
+        rates = dataclasses.replace(NOMINAL, copied=tier.rate, overlapped=True)
+        transferred = (size * len(lane) for lane in durations)
+        say(f"{name} by rates", rates.swapped(sum(map(seconds, analysis.order)), *transferred, to_disk=False))
         tier.slow_down(result.graph)
         importer = StepImporter(result.graph, step.concrete_fn, tier)
         specs = [tf.TensorSpec(t.shape, t.dtype) for t in step.concrete_fn.inputs[: importer.num_arguments]]
         function = tf.function(lambda *args, importer=importer: importer(args), input_signature=specs)
         got = step.run(function.get_concrete_function())
         say(f"{name} difference", max(error(got[key], want[key]) for key in want))
-        say(f"{name} swaps", len(plan.swaps))
         report(name, tier.records)
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 
 import tensorflow as tf
 
 from rewriters.analysis.autodiff_roles import in_scope
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.device import properties
+from rewriters.device.peak_memory import Peak
 from rewriters.emission.tile_pass import SegmentPlan, loop_nodes
 from rewriters.errors import SwapError
 from rewriters.ir.graph import Graph, Node
@@ -19,7 +21,7 @@ from rewriters.swapping.swap_pass import Swap, SwapPlan, in_swap_order, insert_s
 from rewriters.swapping.tiers import DiskTier, HostTier
 from tflms_sft._params.device_names import machine_of, remote_devices
 from tflms_sft._params.swap_params import SwapParams
-from tflms_sft._planner.swap_timing import DEFAULT_IN_FLIGHT, SwapTiming, is_host_tier, out_seconds, overlaps
+from tflms_sft._planner.swap_timing import DEFAULT_IN_FLIGHT, SwapTiming, is_host_tier, overlaps
 from tflms_sft._planner.traced_step import TracedStep
 from tflms_sft._report.peak_report import PeakNames
 from tflms_sft._report.plan_records import PlannedSwap
@@ -40,8 +42,7 @@ class Swapped:
         swaps: The swaps.
         left: Names of tensors that stay, with reasons.
         tier: Destination of the swapped tensors; it has to live as long as the graph may run.
-        outs: Swap-outs, each with the seconds that it may last.
-        away: Swap-outs whose results are not in the device's memory.
+        peak: Function from the limit of `predicted_peak` to the predicted peak.
         waiting: Time by which transfers delay the step, if they overlap with computation.
     """
 
@@ -49,8 +50,7 @@ class Swapped:
     swaps: list[Swap]
     left: list[tuple[str, str]]
     tier: HostTier | DiskTier
-    outs: Mapping[Node, float]
-    away: frozenset[Node]
+    peak: Callable[[int | None], Peak]
     waiting: float | None = None
 
 
@@ -87,9 +87,9 @@ def apply_swaps(traced: TracedStep, graph: Graph, params: SwapParams, plans: Seq
     result = insert_swaps(analysis, plan.swaps, tier, params.max_in_flight)
     # A swap-out to disk returns the number of a file, which lies in the device's memory.
     away = frozenset(result.swap_outs) if isinstance(tier, HostTier) else frozenset[Node]()
-    slow = out_seconds(traced, result.swap_outs, params)
+    peak = functools.partial(timing.peak, result, params, away)
     waiting = timing.waiting_seconds(result) if overlaps(traced, params) else None
-    return Swapped(result.graph, plan.swaps, plan.left, tier, slow, away, waiting)
+    return Swapped(result.graph, plan.swaps, plan.left, tier, peak, waiting)
 
 
 def swap_in_stages(

@@ -14,8 +14,8 @@ from rewriters.swapping.swap_pass import Swap, insert_swaps
 from rewriters.swapping.tiers import HostSkeletonTier, HostTier, SkeletonTier
 from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._planner.swap_planner import check_names, make_tier, no_room, prepared
-from tflms_sft._planner.swap_timing import LEADS, SwapTiming, out_seconds, overlaps, swapped_seconds
-from tflms_sft._planner.traced_step import TracedStep, predicted_peak
+from tflms_sft._planner.swap_timing import AUTOMATIC_LEAD, SwapTiming, overlaps, swapped_seconds
+from tflms_sft._planner.traced_step import TracedStep
 
 PREFETCH_DISTANCES = (1, 2, 3, 5, 8, 12, 18, 27, 40)
 """Values of `lb` that are tried. A transfer that begins earlier ends early enough anyway."""
@@ -53,13 +53,11 @@ class SwapSearch:
         self._analysis = prepared(traced, graph, params)
         self._timing = SwapTiming(traced, plans, self._analysis, params)
         automatic = overlaps(traced, params) and params.lead is None
-        self._use(params, 0.0 if params.lead is None else params.lead, 1 if automatic else params.max_in_flight)
-        self._with_leads: list[SwapSearch] = []
-        for lead in LEADS if automatic else ():
-            search = copy.copy(self)
-            search._use(params, lead, params.max_in_flight)
-            search._with_leads = []
-            self._with_leads.append(search)
+        self._use(params, 0.0 if params.lead is None else params.lead, 1 if automatic else None)
+        self._with_lead: SwapSearch | None = None
+        if automatic:
+            self._with_lead = copy.copy(self)
+            self._with_lead._use(params, AUTOMATIC_LEAD, None)
 
     def _use(self, params: SwapParams, lead: float, max_in_flight: int | None) -> None:
         """Set the parameters of this search, without results of another one."""
@@ -87,8 +85,7 @@ class SwapSearch:
         swaps = self._first(count, lb)
         result = insert_swaps(self._analysis, swaps, tier, self._timing.in_flight(self.params, swaps))
         away: frozenset[Node] = frozenset(result.swap_outs if self._on_host else ())
-        slow = out_seconds(self._traced, result.swap_outs, self.params)
-        peak = predicted_peak(self._traced, self._plans, limit=limit, graph=result.graph, away=away, slow=slow)
+        peak = self._timing.peak(result, self.params, away, limit)
         if limit is None or peak.peak_bytes <= limit:  # Else modelling stopped at the first state above the limit.
             self._peaks[count, lb] = peak
         return peak
@@ -96,12 +93,13 @@ class SwapSearch:
     def tuned(self, limit: int) -> SwapParams | None:
         """Return the fewest tensors, and for them the largest `lb`, with which the step fits; `None` if none do.
 
-        Of several leads that are tried, each with the fewest tensors, the fastest one is chosen.
+        An automatic lead needs more swaps. It is chosen if it is faster in spite of that.
         """
-        fitting = [params for search in (*self._with_leads, self) if (params := search._fewest_swaps(limit))]
-        if len(fitting) < 2:
-            return fitting[0] if fitting else None
-        return min(fitting, key=lambda params: self.seconds(params, self._traced.seconds))
+        params = self._fewest_swaps(limit)
+        ahead = None if self._with_lead is None else self._with_lead._fewest_swaps(limit)
+        if params is None or ahead is None:
+            return params or ahead
+        return min(ahead, params, key=lambda params: self.seconds(params, self._traced.seconds))
 
     def _fewest_swaps(self, limit: int) -> SwapParams | None:
         """Return the parameters for the lead of this search."""
@@ -136,7 +134,7 @@ class SwapSearch:
         return not no_room(self._tier, self._selected(params), self._traced.batch)
 
     def _selected(self, params: SwapParams) -> list[Swap]:
-        search = next((search for search in self._with_leads if search.params.lead == params.lead), self)
+        search = self._with_lead if self._with_lead is not None and params.lead else self
         return search._first(params.n_tensors, params.lb)
 
     @functools.cached_property

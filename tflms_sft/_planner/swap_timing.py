@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.device import properties
-from rewriters.device.peak_memory import waits
+from rewriters.device.peak_memory import Peak, waits
 from rewriters.emission.tile_pass import SegmentPlan, loop_nodes
 from rewriters.ir.graph import Graph, Node
 from rewriters.swapping.recompute_pooling import forward_pool_of, recomputed_pool_name
 from rewriters.swapping.swap_pass import Swap, SwapPlan, SwapResult, insert_swaps, plan_swaps
 from rewriters.swapping.tiers import HostSkeletonTier
-from rewriters.swapping.transfer_schedule import LeadTimes, concurrent_swap_outs, simulate
+from rewriters.swapping.transfer_schedule import LeadTimes, Timetable, concurrent_swap_outs, simulate
 from tflms_sft._machine.memory_info import free_memory
 from tflms_sft._params.swap_params import SwapParams
-from tflms_sft._planner.traced_step import TracedStep, op_times
+from tflms_sft._planner.traced_step import TracedStep, op_times, predicted_peak
 
 MAX_PAGE_CACHE_FRACTION = 0.5
 """Fraction of the machine's free memory that the page cache may take before writes reach the disk."""
@@ -24,13 +24,11 @@ MAX_PAGE_CACHE_FRACTION = 0.5
 SWAP_OUT_SLOWDOWN = 4.0
 """Time of a swap-out beside other ops, over the measured one, that predicted peaks allow for."""
 
-LEADS = (1.0, 3.0)
-"""Leads that are tried, over the smallest sufficient one: a GPU runs ahead of the triggers."""
+AUTOMATIC_LEAD = 1.0
+"""Lead of a swap-in, over the smallest sufficient one, where transfers overlap with computation. Three times as much
+saved little more time in simulations of a device that runs ahead."""
 
-MAX_SLOWER_RATIO = 1.02
-"""Time with a smaller lead, over the shortest time, up to which the smaller lead is chosen: it needs less memory."""
-
-MAX_AUTOMATIC_IN_FLIGHT, DEFAULT_IN_FLIGHT = 4, 2
+MAX_AUTOMATIC_IN_FLIGHT, DEFAULT_IN_FLIGHT = 3, 2
 """Concurrent swap-outs at most where the number is automatic, and where transfers do not overlap with computation."""
 
 
@@ -58,10 +56,11 @@ class SwapTiming:
         self, traced: TracedStep, plans: Sequence[SegmentPlan], analysis: GraphAnalysis, params: SwapParams
     ) -> None:
         self._traced = traced
+        self._plans = list(plans)
         self._analysis = analysis
         self._rate = traced.rates.copied
         self._overlaps = overlaps(traced, params)
-        of_name = op_times(traced, list(plans), loop_nodes(analysis.graph))
+        of_name = op_times(traced, self._plans, loop_nodes(analysis.graph))
         self.seconds: Callable[[Node], float] = lambda node: of_name(node.name)
 
     def plan(self, params: SwapParams) -> SwapPlan:
@@ -83,30 +82,41 @@ class SwapTiming:
 
     def waiting_seconds(self, result: SwapResult) -> float:
         """Return the time by which transfers delay a step."""
+        return self._simulated(result).seconds - self._simulated(result, transfers=False).seconds
+
+    def _simulated(self, result: SwapResult, *, transfers: bool = True) -> Timetable:
+        """Return the times of a step, with or without the durations of its transfers."""
         batch, runs_ahead = self._traced.batch, properties.name().startswith("GPU")
         outs, ins = (
-            {node: node.inputs[0].num_bytes(batch) / self._rate for node in nodes}
+            {node: node.inputs[0].num_bytes(batch) / self._rate if transfers else 0.0 for node in nodes}
             for nodes in (result.swap_outs, result.swap_ins)
         )
-        none = dict.fromkeys(outs, 0.0), dict.fromkeys(ins, 0.0)
-        return (
-            simulate(result.graph, self.seconds, outs, ins, runs_ahead=runs_ahead).seconds
-            - simulate(result.graph, self.seconds, *none, runs_ahead=runs_ahead).seconds
-        )
+        return simulate(result.graph, self.seconds, outs, ins, runs_ahead=runs_ahead)
+
+    def peak(self, result: SwapResult, params: SwapParams, away: Container[Node], limit: int | None) -> Peak:
+        """Return the predicted peak of a step with swaps; where transfers take time, the higher one of two orders.
+
+        In the first order swap-ins take no time. In the simulated one ops that wait for no swap-in run early.
+
+        Args:
+            result: The step with swaps.
+            params: Their parameters.
+            away: Swap-outs whose results are not in the device's memory.
+            limit: As for `predicted_peak`.
+        """
+        traced, slow = self._traced, out_seconds(self._traced, result.swap_outs, params)
+        orders = [None, self._simulated(result).order] if self._overlaps else [None]
+        peaks = [
+            predicted_peak(traced, self._plans, limit=limit, graph=result.graph, away=away, slow=slow, order=order)
+            for order in orders
+        ]
+        return max(peaks, key=lambda peak: peak.peak_bytes)
 
     def resolved(self, params: SwapParams) -> SwapParams:
         """Return the parameters with the lead and the number of concurrent swap-outs that they leave open."""
-        leads = [params.lead] if params.lead is not None else list(LEADS) if self._overlaps else [0.0]
-        options: list[tuple[float, SwapParams]] = []
-        for lead in leads:
-            option = dataclasses.replace(params, lead=lead)
-            swaps = self.plan(option).swaps
-            option = dataclasses.replace(option, max_in_flight=self.in_flight(option, swaps))
-            if len(leads) == 1:
-                return option
-            options.append((self.waiting_seconds(self.inserted(option, swaps)), option))
-        bound = self._traced.seconds + min(waiting for waiting, _ in options)
-        return next(p for waiting, p in options if self._traced.seconds + waiting <= MAX_SLOWER_RATIO * bound)
+        if params.lead is None:
+            params = dataclasses.replace(params, lead=AUTOMATIC_LEAD if self._overlaps else 0.0)
+        return dataclasses.replace(params, max_in_flight=self.in_flight(params, self.plan(params).swaps))
 
     def inserted(self, params: SwapParams, swaps: Sequence[Swap]) -> SwapResult:
         """Return the graph with swaps to host memory, for the model."""
@@ -149,7 +159,8 @@ def out_seconds(traced: TracedStep, outs: Iterable[Node], params: SwapParams) ->
     sizes = {out: sum(tensor.num_bytes(traced.batch) for tensor in out.inputs) for out in outs}
     rates = traced.rates
     rate = min(rates.copied, rates.disk_write) if _to_disk(params, sum(sizes.values())) else rates.copied
-    return {out: SWAP_OUT_SLOWDOWN * size / rate for out, size in sizes.items()}
+    slowdown = 1.0 if overlaps(traced, params) else SWAP_OUT_SLOWDOWN  # No core copies beside an accelerator.
+    return {out: slowdown * size / rate for out, size in sizes.items()}
 
 
 def _serialisation_seconds(traced: TracedStep, graph: Graph) -> float:

@@ -35,7 +35,6 @@ from tflms_sft._planner.traced_step import (
     collector_paused,
     emit_and_describe,
     peak_names,
-    predicted_peak,
     prediction,
     seconds_of,
 )
@@ -199,7 +198,7 @@ def _carry_out(traced: TracedStep, choice: BudgetPlan, budget: int | None) -> tu
     swapped = apply_swaps(traced, graph, choice.swaps, choice.plans)
     # With a budget, predict for every state of the allocator, as the search did.
     limit = 0 if budget is None else None
-    peak = predicted_peak(traced, choice.plans, limit=limit, graph=swapped.graph, away=swapped.away, slow=swapped.outs)
+    peak = swapped.peak(limit)
     seconds = seconds_of(traced, choice.plans)
     seconds = swapped_seconds(traced, swapped.graph, swapped.swaps, choice.swaps, seconds, swapped.waiting)
     ratio = seconds / traced.seconds

@@ -64,7 +64,7 @@ class LMSParams(SwapParams):
             elements.
         fuse_distance: Distance in γ up to which consumers are close.
         max_in_flight: Maximum number of concurrent swap-outs; 1 holds the fewest bytes. `None`: 2, and with host memory
-            beside an accelerator 1 to 4, so that the link is busy.
+            beside an accelerator 1 to 3, so that the link is busy.
         lead: Lead of a swap-in within `lb` and `ub`, over the smallest lead with which its consumer does not wait for
             the transfer, by the cost model; 0 for none. `None`: automatic with host memory beside an accelerator,
             otherwise 0, because transfers and computation compete there.
@@ -88,7 +88,7 @@ class LMSParams(SwapParams):
         """Return the parameters with the fewest swaps, then the earliest swap-ins, for a budget (TFLMS, section 5.2).
 
         The search minimises `n_tensors`, then maximises `lb`, with peaks from the memory model. With an automatic
-        `lead` it also tries longer leads with more swaps, and takes the fastest parameters. A run of the step
+        `lead` it also tries that lead, which needs more swaps, and takes the faster parameters. A run of the step
         confirms the result; its variables are restored afterwards. If the run exceeds the budget, the search
         repeats with a budget that is smaller by the excess.
 
