@@ -74,8 +74,8 @@ TRANSFERS = """
     from tflms_sft._machine import rate_benchmarks
     properties.name = lambda: "CPU:1"
     print(rate_benchmarks._host())
-    copy = rate_benchmarks.out_and_back().get_concrete_function()
-    on_host, on_device = sorted(copy.graph.variables, key=lambda variable: variable.device)
+    copy = rate_benchmarks.out_and_back()
+    on_host, on_device = sorted(copy.get_concrete_function().graph.variables, key=lambda variable: variable.device)
     on_host.assign(tf.zeros_like(on_host))
     copy()
     for variable in (on_host, on_device):
