@@ -95,10 +95,12 @@ def test_without_overlap_nothing_is_automatic(step):
         assert (resolved.lead, resolved.max_in_flight) == (0.0, 2)
 
 
-@pytest.mark.parametrize(("fraction", "ratio"), [(0.0, 1.0), (0.1, 0.92), (0.3, 0.97)])
-def test_search_keeps_the_budget_and_is_no_slower_than_without_leads(step, card, fraction, ratio):
+@pytest.mark.parametrize(
+    ("copied", "fraction", "ratio"), [(3, 0.0, 1.0), (3, 0.1, 0.92), (3, 0.3, 0.97), (10, 0.15, 1.0)]
+)
+def test_search_keeps_the_budget_and_is_no_slower_than_without_leads(step, card, copied, fraction, ratio):
     """The budget is a fraction of the way from the lowest peak with swaps to that of the original step."""
-    traced, params = traced_with(step, 3), SwapParams(**LEAST_MEMORY)
+    traced, params = traced_with(step, copied), SwapParams(**LEAST_MEMORY)
     search = SwapSearch(traced, [], params)
     without = SwapSearch(traced, [], dataclasses.replace(params, lead=0, max_in_flight=1))
     smallest, original = without.smallest[1].peak_bytes, traced.plain.peak.peak_bytes

@@ -61,10 +61,10 @@ def test_simulate_without_transfer_times_is_the_sum_of_all_ops(runs_ahead):
 ORDER = {name: "" for name in ("f0", "f1", "f2", "loss", "d2", "d1", "d0")}
 
 
-def starts(transfer_seconds, lead=1.0):
-    """Return latest starts of the swap-ins of `f0` for `d0` and `f1` for `d1`; the ops take a second each."""
+def starts(transfer_seconds, lead=1.0, consumers=("d0", "d1")):
+    """Return latest starts of the swap-ins of `f0` and `f1` for two consumers; the ops take a second each."""
     nodes = graph_of(ORDER).nodes
-    fetches = [Fetch(nodes[f"f{number}"], nodes[f"d{number}"], transfer_seconds) for number in (0, 1)]
+    fetches = [Fetch(nodes[f"f{number}"], nodes[name], transfer_seconds) for number, name in enumerate(consumers)]
     backward = [node for name, node in nodes.items() if name[0] == "d"]
     ready = {node: 3 if name[0] == "d" else 0 for name, node in nodes.items()}
     planner = LeadPlanner(list(nodes.values()), lambda node: 1.0, ready, backward, fetches)
@@ -78,6 +78,10 @@ def test_latest_starts_short_transfers_start_as_late_as_possible():
 
 
 def test_latest_starts_of_queueing_transfers_are_earlier():
+    assert starts(0.5, consumers=("d0", "d0"))[0] == [5.5, 5.0]
+
+
+def test_latest_starts_with_slow_link_move_with_their_consumers():
     """`d2` begins after 4 s. Either transfer takes 1.5 s, so `d1` waits 0.5 s, and `d0` begins when its own ends."""
     latest, ends = starts(1.5)
     assert latest == [5.5, 4.0] and ends["d1"] == 6.5 and ends["d0"] == 8.0
