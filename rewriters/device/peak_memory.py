@@ -435,6 +435,7 @@ def graph_schedule(
     away: Container[Node] = (),
     slow: Mapping[Node, float] | None = None,
     seconds: Callable[[Node], float] | None = None,
+    order: Sequence[Node] | None = None,
 ) -> AllocationTrace:
     """Return the allocations of a graph.
 
@@ -446,6 +447,7 @@ def graph_schedule(
         away: Ops whose results lie in other memory; each consumer has a copy on the device.
         slow: Seconds of ops that run concurrently with others, such as writes to a disk.
         seconds: Duration of each other op. Without it slow ops end only when all others wait for them.
+        order: Order of the ops, if it is known.
     """
 
     def num_bytes(tensor: Tensor) -> int:
@@ -456,7 +458,7 @@ def graph_schedule(
             properties.forwards_input_buffer(node) and node not in away and not any(t.node in away for t in node.inputs)
         )
 
-    order = graph.execution_order(slow, seconds)
+    order = graph.execution_order(slow, seconds) if order is None else order
     scratch = concurrent_scratch({node: op_scratch(node, batch) for node in order}, order)
     events = schedule(order, num_bytes, scratch, graph.outputs, alias)
     held = [*fixed, *(t.num_bytes(batch) for t in graph.inputs)]

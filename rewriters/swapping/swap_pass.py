@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from rewriters.analysis import summation_order
 from rewriters.analysis.autodiff_roles import in_scope, reads_shape_only
@@ -27,6 +27,7 @@ from rewriters.swapping.loop_swaps import SavedList, is_filled_by_loop, saved_li
 from rewriters.swapping.recompute_pooling import RecomputePooling
 from rewriters.swapping.shrink_broadcasts import ShrinkBroadcasts
 from rewriters.swapping.tiers import Tier
+from rewriters.swapping.transfer_schedule import Fetch, LeadPlanner, LeadTimes
 from rewriters.swapping.trigger_search import TriggerSearch
 
 __all__: list[str] = []
@@ -160,15 +161,21 @@ def after_exchanges(analysis: GraphAnalysis) -> set[str]:
     return {node.name for node in after}
 
 
-def plan_swaps(analysis: GraphAnalysis, options: SwapOptions, batch: int) -> SwapPlan:
+def plan_swaps(analysis: GraphAnalysis, options: SwapOptions, batch: int, times: LeadTimes | None = None) -> SwapPlan:
     """Select tensors to swap, their swap-ins and control ops.
 
     Args:
         analysis: Analysis that `prepare_for_swapping` returned.
         options: Parameters of the selection.
         batch: Batch size, where the graph leaves it open.
+        times: Times from which leads within `options.lb` and `options.ub` are chosen. By default all leads are as
+            short as these bounds allow.
     """
-    return _SwapSelector(analysis, options, batch).run()
+    selector = _SwapSelector(analysis, options, batch)
+    plan = selector.run()
+    if times is not None:
+        selector.advance(plan.swaps, times)
+    return plan
 
 
 class _SwapSelector:
@@ -286,12 +293,30 @@ class _SwapSelector:
             return True
         return any(in_scope(node.name, scope) for scope in options.incl_scopes) or node.op in options.incl_types
 
-    def _control(self, source: Node, reader: Node) -> Node | None:
+    def _control(self, source: Node, reader: Node, is_early: Callable[[Node], bool] | None = None) -> Node | None:
         options = self.options
         backward = reader in self.analysis.backward
         if options.ctrld_strategy == "chain_rule" and backward:
-            return self.search.chain_rule(source, reader, options.lb, options.ub)
-        return self.search.direct_order(source, reader, options.lb, options.ub)
+            return self.search.chain_rule(source, reader, options.lb, options.ub, is_early)
+        return self.search.direct_order(source, reader, options.lb, options.ub, is_early)
+
+    def advance(self, swaps: Iterable[Swap], times: LeadTimes) -> None:
+        """Let swap-ins start so early that their transfers end before the consumers can begin."""
+        fetches = {
+            Fetch(swap.tensor.node, swap_in.readers[0], swap.tensor.num_bytes(self.batch) / times.rate): swap_in
+            for swap in swaps
+            if swap.saved is None
+            for swap_in in swap.swap_ins
+        }
+        order, ready = self.analysis.order, self.search.ready
+        planner = LeadPlanner(order, times.seconds, ready, self.analysis.backward, list(fetches))
+        for fetch, start in planner.latest_starts(times.lead).items():
+
+            def is_early(node: Node, start: float = start) -> bool:
+                return planner.ends[node] <= start
+
+            control = self._control(fetch.source, fetch.consumer, is_early)
+            fetches[fetch].control = control or fetches[fetch].control
 
 
 def _is_data(tensor: Tensor) -> bool:
@@ -309,9 +334,11 @@ class SwapResult(PassResult):
 
     Attributes:
         swap_outs: Swap-outs, in the order of the swaps, without those inside of loops.
+        swap_ins: Swap-ins, in that order.
     """
 
     swap_outs: tuple[Node, ...] = ()
+    swap_ins: tuple[Node, ...] = ()
 
 
 class InsertSwaps(GraphPass[SwapResult]):
@@ -367,7 +394,7 @@ class InsertSwaps(GraphPass[SwapResult]):
             new.execution_order()
         except RewriteError as error:
             raise RewriteError(f"Swaps would create a cycle in the step. {error} Please report it.") from None
-        return SwapResult(new, changed=True, swap_outs=done)
+        return SwapResult(new, changed=True, swap_outs=done, swap_ins=tuple(chain.start for chain in chains))
 
     def _insert_lists(self, new: Graph) -> list[_SwapOut]:
         """Swap elements of lists, loop by loop; return the loops that swap them out."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import collections
 import heapq
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 
 from rewriters.ir.graph import Graph, Node, predecessors
 
@@ -55,7 +55,9 @@ class TriggerSearch:
             for before in dict.fromkeys(tensor.node for tensor in node.inputs):
                 self._readers[before].append(node)
 
-    def direct_order(self, source: Node, target: Node, lb: int, ub: int) -> Node | None:
+    def direct_order(
+        self, source: Node, target: Node, lb: int, ub: int, is_early: Callable[[Node], bool] | None = None
+    ) -> Node | None:
         """Algorithm 1: return an ancestor of the target that precedes it by `lb` to `ub - 2` in γ; `None` without one.
 
         Args:
@@ -63,14 +65,18 @@ class TriggerSearch:
             target: Consumer of the tensor (f2).
             lb: Lower bound of the distance to the target (σ_l).
             ub: Upper bound (σ_u); as printed in the paper, distances of `ub` and `ub - 1` are not tried.
+            is_early: Whether a swap-in after an op is early enough; without such an op the farthest one is taken.
         """
+        return _first_early(self._direct_candidates(source, target, lb, ub), is_early)
+
+    def _direct_candidates(self, source: Node, target: Node, lb: int, ub: int) -> Iterator[Node]:
+        """Yield an op of each level, the nearest to the target first."""
         lowest = max(self.level[target] - ub + 1, self.level[source])
         for level, ancestors in self._ancestors_by_level(target, lowest):
             if level <= self.level[target] - lb:
                 candidates = [node for node in ancestors if self._may_trigger(node, target)]
                 if candidates:
-                    return self._first(candidates)
-        return None
+                    yield self._first(candidates)
 
     def _may_trigger(self, node: Node, target: Node) -> bool:
         """Return whether a node may be a control op: it can run no earlier than the target."""
@@ -98,7 +104,9 @@ class TriggerSearch:
             for node in nodes:
                 push(node)
 
-    def chain_rule(self, source: Node, target: Node, lb: int, ub: int) -> Node | None:
+    def chain_rule(
+        self, source: Node, target: Node, lb: int, ub: int, is_early: Callable[[Node], bool] | None = None
+    ) -> Node | None:
         """Algorithm 2: return a backward consumer of a forward op `lb` to `ub` after the source; `None` without one.
 
         The gradient of an op reads operands and results of the op, so that it runs shortly before the target does.
@@ -108,24 +116,28 @@ class TriggerSearch:
             target: Consumer of the tensor (f2).
             lb: Lower bound of the distance from the source, in forward ops (σ_l).
             ub: Upper bound (σ_u).
+            is_early: As for `direct_order`.
         """
+        return _first_early(self._chain_candidates(source, target, lb, ub), is_early)
+
+    def _chain_candidates(self, source: Node, target: Node, lb: int, ub: int) -> Iterator[Node]:
+        """Yield backward consumers, those of the forward ops nearest to the source first."""
         current, following = collections.deque([source]), dict[Node, None]()
         closed: set[Node] = set()
         while current:
             if ub == 0 or lb > ub:
-                return None
+                return
             node = current.popleft()
             readers = self._readers[node]
             if lb <= 0:
                 candidates = [r for r in readers if r in self._backward and self._between(source, r, target)]
                 if candidates:
-                    return self._first(candidates)
+                    yield self._first(candidates)
             following.update(dict.fromkeys(r for r in readers if r not in self._backward and r not in closed))
             closed.add(node)
             if not current:
                 lb, ub = lb - 1, ub - 1
                 current, following = collections.deque(following), {}
-        return None
 
     def _between(self, source: Node, node: Node, target: Node) -> bool:
         """Return whether a node lies above the source in γ and is an ancestor of the target."""
@@ -146,3 +158,12 @@ class TriggerSearch:
 
     def _first(self, nodes: Iterable[Node]) -> Node:
         return min(nodes, key=self._order.__getitem__)
+
+
+def _first_early(candidates: Iterable[Node], is_early: Callable[[Node], bool] | None) -> Node | None:
+    """Return the first op that is early enough, otherwise the last op; `None` without ops."""
+    node = None
+    for node in candidates:
+        if is_early is None or is_early(node):
+            break
+    return node

@@ -69,6 +69,19 @@ SMALL = """
     print(checked, late)
 """
 
+TRANSFERS = """
+    from rewriters.device import properties
+    from tflms_sft._machine import rate_benchmarks
+    properties.name = lambda: "CPU:1"
+    print(rate_benchmarks._host())
+    copy = rate_benchmarks.out_and_back()
+    on_host, on_device = sorted(copy.get_concrete_function().graph.variables, key=lambda variable: variable.device)
+    on_host.assign(tf.zeros_like(on_host))
+    copy()
+    for variable in (on_host, on_device):
+        print(variable.device[-5:], variable.shape.num_elements() * 4, tf.reduce_min(variable).numpy())
+"""
+
 RESNET = """
     model = keras.applications.ResNet50(weights=None, input_shape=(768, 768, 3), classes=10)
     model.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy", jit_compile=False)
@@ -95,6 +108,12 @@ def test_two_device_step_has_structure_results_and_times():
     assert int(placed[0]) >= 4 and placed[1] == "True"
     assert int(computed[0]) >= 10 and computed[1] == "True"
     assert int(times[0]) >= 3 and times[1] == times[0], "each starts after its control operation"
+
+
+def test_two_device_transfer_rate_is_of_a_copy_to_the_host_and_back():
+    (rate,), on_host, on_device = lines_of(TRANSFERS)
+    assert float(rate) > 1e8
+    assert on_host == ["CPU:0", str(2**26), "1.0"] and on_device == ["CPU:1", str(2**26), "1.0"]
 
 
 @pytest.mark.slow

@@ -43,6 +43,9 @@ HEAP_BYTES, MAPPED_BYTES = 2**24, 6 * 2**24
 """Size of a result that the C library takes from its heap, and of one that it maps newly: more than the 64 MiB that its
 heap may keep free."""
 
+TRANSFER_BYTES = 2**26
+"""Bytes that are copied to host memory and back."""
+
 DISK_BYTES = 3 * 2**24
 """Bytes that are written to a disk and read again."""
 
@@ -418,9 +421,29 @@ def _seconds_of_link(link: Callable[[Any], Any], x: Any) -> float:
 
 
 def _host() -> float:
-    """Return the rate of transfers between an accelerator and host memory in bytes/s."""
-    x = tf.ones(HEAP_BYTES // 4)
-    return HEAP_BYTES / _seconds(x.numpy)
+    """Return the rate of transfers between an accelerator and host memory in bytes/s.
+
+    As in swaps, TensorFlow copies from and to memory of its host allocator. Copies of other memory take longer.
+    """
+    return 2 * TRANSFER_BYTES / _seconds(out_and_back())
+
+
+def out_and_back() -> Any:
+    """Return a function that copies a tensor of the device to the host and back.
+
+    The copies are variables, because Grappler drops identities.
+    """
+    with tf.device(f"/{properties.name()}"):
+        on_device = tf.Variable(tf.fill([TRANSFER_BYTES // 4], 1.0))
+    with tf.device("/device:CPU:0"):
+        on_host = tf.Variable(on_device)
+
+    @tf.function(autograph=False)
+    def copy() -> None:
+        on_host.assign(on_device)
+        on_device.assign(on_host)
+
+    return copy
 
 
 def _disk() -> tuple[float, float]:

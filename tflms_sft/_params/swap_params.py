@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import numbers
 import os
 import tempfile
@@ -46,7 +47,8 @@ class SwapParams:
     page_cache: bool = True
     min_bytes: Any = "1MiB"
     fuse_distance: int = 10
-    max_in_flight: int = 2
+    max_in_flight: int | None = None
+    lead: float | None = None
 
     def __post_init__(self) -> None:
         """Check every argument as far as possible without a graph."""
@@ -55,9 +57,13 @@ class SwapParams:
         self._set("starting_op_names", _names(self.starting_op_names or (), "starting_op_names"))
         if self.starting_scope is not None and (not isinstance(self.starting_scope, str) or not self.starting_scope):
             raise TypeError(f"`starting_scope` must be the name of a scope. Received: {self.starting_scope!r}.")
-        minimums = {"n_tensors": -1, "lb": 0, "ub": 1, "branch_threshold": 0, "fuse_distance": 0, "max_in_flight": 1}
+        minimums = {"n_tensors": -1, "lb": 0, "ub": 1, "branch_threshold": 0, "fuse_distance": 0}
+        if self.max_in_flight is not None:
+            minimums["max_in_flight"] = 1
         for argument, minimum in minimums.items():
             self._set(argument, _integer(getattr(self, argument), argument, minimum))
+        if self.lead is not None:
+            self._set("lead", _non_negative(self.lead, "lead"))
         if self.n_tensors == 0:
             raise ValueError("`n_tensors` must be at least 1, or -1 for all tensors. Received: n_tensors=0.")
         if self.lb > self.ub:
@@ -106,6 +112,14 @@ def _integer(value: Any, argument: str, minimum: int) -> int:
     if value < minimum:
         raise ValueError(f"`{argument}` must be at least {minimum}. Received: {argument}={value!r}.")
     return int(value)
+
+
+def _non_negative(value: Any, argument: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"`{argument}` must be a number. Received: {argument}={value!r}.")
+    if not 0 <= float(value) < math.inf:
+        raise ValueError(f"`{argument}` must be finite and at least 0. Received: {argument}={value!r}.")
+    return float(value)
 
 
 def _directory(value: Any) -> str:

@@ -30,6 +30,7 @@ from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._planner.barrier_search import Barriers, BarrierSearch
 from tflms_sft._planner.swap_planner import reason_without_tier
 from tflms_sft._planner.swap_search import SwapSearch
+from tflms_sft._planner.swap_timing import is_host_tier
 from tflms_sft._planner.tile_search import InferenceSearch, TrainingSearch
 from tflms_sft._planner.traced_step import (
     Candidate,
@@ -254,7 +255,9 @@ def swaps_within(params: AutoParams, least: bool = False) -> SwapParams:
     if isinstance(params.swap, SwapParams):
         return params.swap
     min_bytes = SMALLEST_SWAP if least else max(SMALLEST_SWAP, min(LARGEST_SWAP, params.memory_budget // 256))
-    return SwapParams(ctrld_strategy="direct_order", fuse_swapins=True, max_in_flight=1, min_bytes=min_bytes)
+    least_memory = SwapParams(ctrld_strategy="direct_order", fuse_swapins=True, min_bytes=min_bytes)
+    # Beside an accelerator the search chooses the number of concurrent swap-outs.
+    return least_memory if is_host_tier(least_memory) else dataclasses.replace(least_memory, max_in_flight=1)
 
 
 def _swaps_alone(traced: TracedStep, swap: SwapParams, limit: int) -> FeasiblePlan | None:

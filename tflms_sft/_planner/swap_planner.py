@@ -3,37 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 
 import tensorflow as tf
 
 from rewriters.analysis.autodiff_roles import in_scope
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.device import properties
-from rewriters.device.peak_memory import waits
-from rewriters.emission.tile_pass import loop_nodes
+from rewriters.device.peak_memory import Peak
+from rewriters.emission.tile_pass import SegmentPlan, loop_nodes
 from rewriters.errors import SwapError
 from rewriters.ir.graph import Graph, Node
 from rewriters.pipelining.stage_passes import StagedStep, with_swaps
-from rewriters.swapping.recompute_pooling import forward_pool_of, recomputed_pool_name
 from rewriters.swapping.spill_store import SpillStore, is_in_memory, reason_unsupported
 from rewriters.swapping.swap_pass import Swap, SwapPlan, in_swap_order, insert_swaps, plan_swaps, without_copies
 from rewriters.swapping.tiers import DiskTier, HostTier
-from tflms_sft._machine.memory_info import free_memory
 from tflms_sft._params.device_names import machine_of, remote_devices
 from tflms_sft._params.swap_params import SwapParams
+from tflms_sft._planner.swap_timing import DEFAULT_IN_FLIGHT, SwapTiming, is_host_tier, overlaps
 from tflms_sft._planner.traced_step import TracedStep
 from tflms_sft._report.peak_report import PeakNames
 from tflms_sft._report.plan_records import PlannedSwap
 from tflms_sft._util.byte_sizes import format_bytes
 from tflms_sft._util.open_files import open_descriptors, open_file_limits
 from tflms_sft._util.text import nearest, shortened
-
-MAX_PAGE_CACHE_FRACTION = 0.5
-"""Fraction of the machine's free memory that the page cache may take before writes reach the disk."""
-
-SWAP_OUT_SLOWDOWN = 4.0
-"""Time of a swap-out beside other ops, over the measured one, that predicted peaks allow for."""
 
 MAX_REASONS = 4
 """Reasons after which an error is cut short."""
@@ -48,29 +42,30 @@ class Swapped:
         swaps: The swaps.
         left: Names of tensors that stay, with reasons.
         tier: Destination of the swapped tensors; it has to live as long as the graph may run.
-        outs: Swap-outs, each with the seconds that it may last.
-        away: Swap-outs whose results are not in the device's memory.
+        peak: Function from the limit of `predicted_peak` to the predicted peak.
+        waiting: Time by which transfers delay the step, if they overlap with computation.
     """
 
     graph: Graph
     swaps: list[Swap]
     left: list[tuple[str, str]]
     tier: HostTier | DiskTier
-    outs: Mapping[Node, float]
-    away: frozenset[Node]
+    peak: Callable[[int | None], Peak]
+    waiting: float | None = None
 
 
 class NothingToSwapError(SwapError):
     """The graph has no tensor that the parameters allow to swap; another graph of the same step may have some."""
 
 
-def apply_swaps(traced: TracedStep, graph: Graph, params: SwapParams) -> Swapped:
+def apply_swaps(traced: TracedStep, graph: Graph, params: SwapParams, plans: Sequence[SegmentPlan] = ()) -> Swapped:
     """Insert swaps into a graph.
 
     Args:
         traced: The step.
         graph: Its graph, tiled or not.
         params: Tensors to swap, and where to.
+        plans: Segments that are tiled in the graph.
 
     Raises:
         NothingToSwapError: If nothing can be swapped.
@@ -80,16 +75,21 @@ def apply_swaps(traced: TracedStep, graph: Graph, params: SwapParams) -> Swapped
     batch, tier = traced.batch, make_tier(params)
     check_names(traced, graph, params)
     analysis = prepared(traced, graph, params)
-    plan = plan_swaps(analysis, params.options(), batch)
+    timing = SwapTiming(traced, plans, analysis, params)
+    params = timing.resolved(params)
+    plan = timing.plan(params)
     if not plan.swaps:
         raise NothingToSwapError(_nothing(analysis, params, plan, batch))
     problem = no_room(tier, plan.swaps, batch)
     if problem:
         raise SwapError(problem)
+    assert params.max_in_flight is not None
     result = insert_swaps(analysis, plan.swaps, tier, params.max_in_flight)
     # A swap-out to disk returns the number of a file, which lies in the device's memory.
     away = frozenset(result.swap_outs) if isinstance(tier, HostTier) else frozenset[Node]()
-    return Swapped(result.graph, plan.swaps, plan.left, tier, out_seconds(traced, result.swap_outs, params), away)
+    peak = functools.partial(timing.peak, result, params, away)
+    waiting = timing.waiting_seconds(result) if overlaps(traced, params) else None
+    return Swapped(result.graph, plan.swaps, plan.left, tier, peak, waiting)
 
 
 def swap_in_stages(
@@ -115,7 +115,7 @@ def swap_in_stages(
         params.options(),
         tier=tier,
         batch=traced.batch,
-        max_in_flight=params.max_in_flight,
+        max_in_flight=params.max_in_flight or DEFAULT_IN_FLIGHT,
         backward_scopes=params.optimizer_scopes,
     )
     if not swapped.swaps:
@@ -169,8 +169,8 @@ def make_tier(params: SwapParams) -> HostTier | DiskTier:
     """
     reason = reason_without_tier(params)
     if not reason:
-        return HostTier() if _is_host_tier(params) else DiskTier(SpillStore(params.directory, params.page_cache))
-    if _is_host_tier(params):
+        return HostTier() if is_host_tier(params) else DiskTier(SpillStore(params.directory, params.page_cache))
+    if is_host_tier(params):
         remedy = 'Use `tier="disk"`'
     elif reason_unsupported():
         remedy = "Use tiles alone: `SFTParams`, or `swap=False` with a budget"
@@ -181,72 +181,12 @@ def make_tier(params: SwapParams) -> HostTier | DiskTier:
 
 def reason_without_tier(params: SwapParams) -> str:
     """Return why no tensor can be swapped with these parameters on this system; empty if some can be."""
-    if _is_host_tier(params):
+    if is_host_tier(params):
         has_host = properties.name().startswith("GPU") or len(tf.config.list_logical_devices("CPU")) > 1
         text = '`tier="host"` needs an accelerator: without one, host memory is the memory of the device'
         return "" if has_host else text
     reason = reason_unsupported(params.page_cache)
     return reason and f"this system cannot swap to disk: {reason}"
-
-
-def _is_host_tier(params: SwapParams) -> bool:
-    """Return whether tensors are swapped to host memory, as they are by default from a GPU."""
-    return params.tier == "host" or (params.tier == "auto" and properties.name().startswith("GPU"))
-
-
-def swapped_seconds(
-    traced: TracedStep, graph: Graph, swaps: Iterable[Swap], params: SwapParams, seconds: float
-) -> float:
-    """Return the time of a step with swaps.
-
-    Args:
-        traced: The step.
-        graph: Its graph, prepared for swaps.
-        swaps: The swaps.
-        params: Their parameters.
-        seconds: Time without swaps.
-    """
-    seconds += _serialisation_seconds(traced, graph) + _recomputation_seconds(traced, graph)
-    sizes = [(swap.tensor.num_bytes(traced.batch), len(swap.swap_ins)) for swap in swaps]
-    out, back = sum(size for size, _ in sizes), sum(size * times for size, times in sizes)
-    return traced.rates.swapped(seconds, out, back, _to_disk(params, out))
-
-
-def _to_disk(params: SwapParams, out: int) -> bool:
-    """Return whether `out` swapped bytes reach the disk itself, not its page cache alone."""
-    if _is_host_tier(params):
-        return False
-    if not params.page_cache:
-        return True
-    free = free_memory()
-    return free is not None and out > free * MAX_PAGE_CACHE_FRACTION
-
-
-def out_seconds(traced: TracedStep, outs: Iterable[Node], params: SwapParams) -> dict[Node, float]:
-    """Return the seconds that each swap-out may last, while its tensor stays in memory."""
-    sizes = {out: sum(tensor.num_bytes(traced.batch) for tensor in out.inputs) for out in outs}
-    rates = traced.rates
-    rate = min(rates.copied, rates.disk_write) if _to_disk(params, sum(sizes.values())) else rates.copied
-    return {out: SWAP_OUT_SLOWDOWN * size / rate for out, size in sizes.items()}
-
-
-def _serialisation_seconds(traced: TracedStep, graph: Graph) -> float:
-    """Return the seconds lost because gradients that ran concurrently are serialised in a graph for swaps."""
-    order = graph.execution_order()
-    position = {node.name: number for number, node in enumerate(order)}
-    serialised: list[Node] = []
-    for pair in traced.costs.gradient_pairs.items():
-        numbers = sorted(position[node.name] for node in pair if node.name in position)
-        if len(numbers) == len(pair) and waits(order, *numbers):
-            serialised.extend(pair)
-    return traced.costs.concurrency_savings(serialised)
-
-
-def _recomputation_seconds(traced: TracedStep, graph: Graph) -> float:
-    """Return the seconds of poolings that are recomputed for their gradients."""
-    nodes = traced.analysis.graph.nodes.values()
-    pools = [forward_pool_of(node) for node in nodes if recomputed_pool_name(node) in graph.nodes]
-    return sum(traced.costs.op(pool) for pool in pools if pool is not None)
 
 
 def notes(tier: HostTier | DiskTier) -> tuple[str, ...]:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import bisect
+import copy
 import dataclasses
 import functools
 
 from rewriters.device.peak_memory import Peak
 from rewriters.emission.tile_pass import SegmentPlan, tile_skeleton
 from rewriters.ir.graph import Node
-from rewriters.swapping.swap_pass import Swap, insert_swaps, plan_swaps
+from rewriters.swapping.swap_pass import Swap, insert_swaps
 from rewriters.swapping.tiers import HostSkeletonTier, HostTier, SkeletonTier
 from tflms_sft._params.swap_params import SwapParams
-from tflms_sft._planner.swap_planner import check_names, make_tier, no_room, out_seconds, prepared, swapped_seconds
-from tflms_sft._planner.traced_step import TracedStep, predicted_peak
+from tflms_sft._planner.swap_planner import check_names, make_tier, no_room, prepared
+from tflms_sft._planner.swap_timing import AUTOMATIC_LEAD, SwapTiming, overlaps, swapped_seconds
+from tflms_sft._planner.traced_step import TracedStep
 
 PREFETCH_DISTANCES = (1, 2, 3, 5, 8, 12, 18, 27, 40)
 """Values of `lb` that are tried. A transfer that begins earlier ends early enough anyway."""
@@ -33,12 +35,15 @@ class SwapSearch:
         plans: Its segments.
         params: Tensors to swap at most, and their least prefetch distance.
 
+    Attributes:
+        params: The parameters with the lead and the number of concurrent swap-outs that need least memory, if these
+            are automatic.
+
     Raises:
         SwapError: For names that are not in the step, and for a tier that is not available.
     """
 
     def __init__(self, traced: TracedStep, plans: list[SegmentPlan], params: SwapParams) -> None:
-        self.params = params
         self._traced = traced
         self._plans = plans
         self._tier = make_tier(params)
@@ -46,35 +51,66 @@ class SwapSearch:
         graph = tile_skeleton(traced.analysis, plans) if plans else traced.analysis.graph
         check_names(traced, graph, params)
         self._analysis = prepared(traced, graph, params)
+        self._timing = SwapTiming(traced, plans, self._analysis, params)
+        automatic = overlaps(traced, params) and params.lead is None
+        self._use(params, 0.0 if params.lead is None else params.lead, 1 if automatic else None)
+        self._with_lead: SwapSearch | None = None
+        if automatic:
+            self._with_lead = copy.copy(self)
+            self._with_lead._use(params, AUTOMATIC_LEAD, None)
+
+    def _use(self, params: SwapParams, lead: float, max_in_flight: int | None) -> None:
+        """Set the parameters of this search, without results of another one."""
+        self.params = dataclasses.replace(params, lead=lead, max_in_flight=params.max_in_flight or max_in_flight)
         self._swaps: dict[int, list[Swap]] = {}
         self._peaks: dict[tuple[int, int], Peak] = {}
 
     def swaps(self, lb: int) -> list[Swap]:
         """Return all possible swaps with a prefetch distance, in the order of the search for tensors."""
         if lb not in self._swaps:
-            options = dataclasses.replace(self.params.options(), lb=lb)
-            self._swaps[lb] = plan_swaps(self._analysis, options, self._traced.batch).swaps
+            self._swaps[lb] = self._timing.plan(dataclasses.replace(self.params, lb=lb)).swaps
         return self._swaps[lb]
+
+    def _first(self, count: int, lb: int) -> list[Swap]:
+        """Return the first `count` swaps; a lead depends on all other swaps."""
+        if count and self.params.lead:
+            return self._timing.plan(dataclasses.replace(self.params, lb=lb, n_tensors=count)).swaps
+        return self.swaps(lb)[: count if count >= 0 else None]
 
     def peak(self, count: int, lb: int, limit: int | None = None) -> Peak:
         """Return the predicted peak with the first `count` swaps; one above `limit` need not be the worst."""
         if (count, lb) in self._peaks:
             return self._peaks[count, lb]
         tier = HostSkeletonTier() if self._on_host else SkeletonTier()
-        result = insert_swaps(self._analysis, self.swaps(lb)[:count], tier, self.params.max_in_flight)
+        swaps = self._first(count, lb)
+        result = insert_swaps(self._analysis, swaps, tier, self._timing.in_flight(self.params, swaps))
         away: frozenset[Node] = frozenset(result.swap_outs if self._on_host else ())
-        slow = out_seconds(self._traced, result.swap_outs, self.params)
-        peak = predicted_peak(self._traced, self._plans, limit=limit, graph=result.graph, away=away, slow=slow)
+        peak = self._timing.peak(result, self.params, away, limit)
         if limit is None or peak.peak_bytes <= limit:  # Else modelling stopped at the first state above the limit.
             self._peaks[count, lb] = peak
         return peak
 
     def tuned(self, limit: int) -> SwapParams | None:
-        """Return the fewest tensors, and for them the largest `lb`, with which the step fits; `None` if none do."""
+        """Return the fewest tensors, and for them the largest `lb`, with which the step fits; `None` if none do.
+
+        An automatic lead needs more swaps. It is chosen if it is faster in spite of that.
+        """
+        params = self._fewest_swaps(limit)
+        ahead = None if self._with_lead is None else self._with_lead._fewest_swaps(limit)
+        if params is None or ahead is None:
+            return params or ahead
+        return min(ahead, params, key=lambda params: self.seconds(params, self._traced.seconds))
+
+    def _fewest_swaps(self, limit: int) -> SwapParams | None:
+        """Return the parameters for the lead of this search."""
         lb = self.params.lb
         count = self._fewest(limit)
         if count is None:
             return None
+        in_flight = self._timing.in_flight(self.params, self._first(count, lb))
+        params = dataclasses.replace(self.params, n_tensors=count, max_in_flight=in_flight)
+        if params.lead:
+            return params
         tensors = [swap.tensor for swap in self.swaps(lb)[:count]]
 
         def is_infeasible(bound: int) -> bool:
@@ -84,19 +120,22 @@ class SwapSearch:
 
         higher = [bound for bound in PREFETCH_DISTANCES if lb < bound <= self.params.ub]
         index = bisect.bisect_left(higher, True, key=is_infeasible)
-        lb = higher[index - 1] if index else lb
-        return dataclasses.replace(self.params, n_tensors=count, lb=lb)
+        return dataclasses.replace(params, lb=higher[index - 1] if index else lb)
 
     def seconds(self, params: SwapParams, seconds: float) -> float:
         """Return the time of the step with tuned parameters, given its time without swaps."""
-        return swapped_seconds(self._traced, self._analysis.graph, self._selected(params), params, seconds)
+        swaps, waiting = self._selected(params), None
+        if overlaps(self._traced, params):
+            waiting = self._timing.waiting_seconds(self._timing.inserted(params, swaps))
+        return swapped_seconds(self._traced, self._analysis.graph, swaps, params, seconds, waiting)
 
     def has_room(self, params: SwapParams) -> bool:
         """Return whether there are space and files enough now for the swaps of tuned parameters."""
         return not no_room(self._tier, self._selected(params), self._traced.batch)
 
     def _selected(self, params: SwapParams) -> list[Swap]:
-        return self.swaps(params.lb)[: params.n_tensors if params.n_tensors >= 0 else None]
+        search = self._with_lead if self._with_lead is not None and params.lead else self
+        return search._first(params.n_tensors, params.lb)
 
     @functools.cached_property
     def smallest(self) -> tuple[int, Peak] | None:

@@ -215,6 +215,7 @@ def predicted_peak(
     graph: Graph | None = None,
     away: Container[Node] = (),
     slow: Mapping[Node, float] | None = None,
+    order: Sequence[Node] | None = None,
 ) -> Peak:
     """Return the peak of the step with tile loops.
 
@@ -225,6 +226,7 @@ def predicted_peak(
         graph: The rewritten graph if it exists already; by default its skeleton, which agrees to a few bytes.
         away: Ops of that graph whose results are not in the device's memory.
         slow: Ops of that graph that run concurrently with others, with their seconds.
+        order: Order of the ops of that graph, if it is known.
     """
     if graph is None:
         trace, loops = _skeleton_trace(traced, plans)
@@ -233,7 +235,14 @@ def predicted_peak(
         of = op_times(traced, plans, loops)
         names = set(loops.values())
         trace = graph_schedule(
-            graph, names, traced.batch, traced.variables, away=away, slow=slow, seconds=lambda node: of(node.name)
+            graph,
+            names,
+            traced.batch,
+            traced.variables,
+            away=away,
+            slow=slow,
+            seconds=lambda node: of(node.name),
+            order=order,
         )
     iterations = {
         loops[plan.segment.name, tile_loop.name]: traced.loop_memory.iterations(tile_loop, traced.batch)

@@ -27,15 +27,14 @@ from tflms_sft._planner.swap_planner import (
     described,
     described_reasons,
     notes,
-    swapped_seconds,
 )
+from tflms_sft._planner.swap_timing import swapped_seconds
 from tflms_sft._planner.traced_step import (
     TracedStep,
     analyse_step,
     collector_paused,
     emit_and_describe,
     peak_names,
-    predicted_peak,
     prediction,
     seconds_of,
 )
@@ -198,12 +197,13 @@ def _carry_out(traced: TracedStep, choice: BudgetPlan, budget: int | None) -> tu
     plan = amend_plan(plan, choice.why, choice.advice)
     if choice.swaps is None:
         return StepImporter(graph, traced.concrete_fn), plan
-    swapped = apply_swaps(traced, graph, choice.swaps)
+    swapped = apply_swaps(traced, graph, choice.swaps, choice.plans)
     # With a budget, predict for every state of the allocator, as the search did.
     limit = 0 if budget is None else None
-    peak = predicted_peak(traced, choice.plans, limit=limit, graph=swapped.graph, away=swapped.away, slow=swapped.outs)
+    peak = swapped.peak(limit)
     seconds = seconds_of(traced, choice.plans)
-    ratio = swapped_seconds(traced, swapped.graph, swapped.swaps, choice.swaps, seconds) / traced.seconds
+    seconds = swapped_seconds(traced, swapped.graph, swapped.swaps, choice.swaps, seconds, swapped.waiting)
+    ratio = seconds / traced.seconds
     names = display_names(traced.analysis.graph, traced.record)
     shown = peak_names(traced)
     plan = amend_plan(

@@ -63,7 +63,11 @@ class LMSParams(SwapParams):
             call into Python, so small ones cost more than they save. A tensor list of a loop counts with all its
             elements.
         fuse_distance: Distance in γ up to which consumers are close.
-        max_in_flight: Maximum number of concurrent swap-outs; 1 holds the fewest bytes.
+        max_in_flight: Maximum number of concurrent swap-outs; 1 holds the fewest bytes. `None`: 2, and with host memory
+            beside an accelerator 1 to 3, so that the link is busy.
+        lead: Lead of a swap-in within `lb` and `ub`, over the smallest lead with which its consumer does not wait for
+            the transfer, by the cost model; 0 for none. `None`: automatic with host memory beside an accelerator,
+            otherwise 0, because transfers and computation compete there.
 
     Attributes:
         directory: Directory of the disk tier.
@@ -83,7 +87,8 @@ class LMSParams(SwapParams):
     ) -> LMSParams:
         """Return the parameters with the fewest swaps, then the earliest swap-ins, for a budget (TFLMS, section 5.2).
 
-        The search minimises `n_tensors`, then maximises `lb`, with peaks from the memory model. A run of the step
+        The search minimises `n_tensors`, then maximises `lb`, with peaks from the memory model. With an automatic
+        `lead` it also tries that lead, which needs more swaps, and takes the faster parameters. A run of the step
         confirms the result; its variables are restored afterwards. If the run exceeds the budget, the search
         repeats with a budget that is smaller by the excess.
 
@@ -110,7 +115,8 @@ class LMSParams(SwapParams):
         """
         base = cls(**params)
         tuned = _tuned(step, memory_budget, example_args, headroom, base)
-        return dataclasses.replace(base, n_tensors=tuned.n_tensors, lb=tuned.lb)
+        chosen = {name: getattr(tuned, name) for name in ("n_tensors", "lb", "lead", "max_in_flight")}
+        return dataclasses.replace(base, **chosen)
 
 
 def _tuned(step: Any, memory_budget: Any, example_args: Any, headroom: float, base: SwapParams) -> SwapParams:
