@@ -32,7 +32,7 @@ PLANS = ("original", "tiles", "strips", "swaps")
 """Plans of every network. Strips carry their halo rows; tiles have barriers where a network has BatchNorm."""
 PIPELINED = ("vgg16", "resnet50")
 FURTHER_TYPES = {
-    "float64": ("vgg16", "resnet50", "unet3d-dice"),
+    "float64": ("vgg16", "resnet50"),
     "mixed_float16": ("vgg16", "resnet50", "unet3d-dice", "MobileNetV2", "ConvNeXtTiny"),
 }
 
