@@ -27,9 +27,8 @@ OPTIMIZERS = tuple(
 )
 """Fields of `RewriterConfig`, one for each optimizer."""
 
-TRANSPOSES = ("Transpose",)
-SWAPS = ("_CopyFromGpuToHost", "_CopyFromHostToGpu")
-"""Copies that the memory optimizer adds."""
+SWAPPED = "_CopyFromGpuToHost"
+"""First copy of a swap that the memory optimizer adds."""
 CONVOLUTION = re.compile(r"_?(Native|Fused)*(Depthwise)?(C|c)onv[23][dD]")
 """Op types of convolutions and of their gradients, fused ones included."""
 
@@ -218,11 +217,11 @@ def optimizer_figures(graph: PlacedGraph) -> dict[str, Any]:
         `transposes`: Transposes that the layout optimizer added. `transposed_bytes`: Their bytes where shapes are
         static. `unknown_sizes`: Transposes without a static shape, such as those of tiles whose size varies.
         `convolutions`: Convolutions and gradients of them; `channels_first`, `fused`: those of them. `swaps`: Pairs of
-        copies that the memory optimizer added.
+        copies that the memory optimizer added. `sums`: Sums that it replaced by updates of a temporary variable.
     """
     frames = loop_frames(graph.graph_def)
     convolutions = [node for node in graph.graph_def.node if CONVOLUTION.match(node.op)]
-    added = [node.name for node in graph.graph_def.node if node.op in TRANSPOSES and "LayoutOptimizer" in node.name]
+    added = [node.name for node in graph.graph_def.node if node.op == "Transpose" and "LayoutOptimizer" in node.name]
     shapes = tf_internals.inferred_shapes(graph.graph_def, graph.fetches) if added else {}
     sizes = {name: _num_elements(shapes.get(name)) for name in added}
     types = {
@@ -238,7 +237,8 @@ def optimizer_figures(graph: PlacedGraph) -> dict[str, Any]:
         "convolutions": len(convolutions),
         "channels_first": sum(node.attr["data_format"].s in (b"NCHW", b"NCDHW") for node in convolutions),
         "fused": sum(node.op.startswith("_") for node in convolutions),
-        "swaps": sum(node.op == SWAPS[0] for node in graph.graph_def.node),
+        "swaps": sum(node.op == SWAPPED for node in graph.graph_def.node),
+        "sums": _split(frames, [node.name for node in graph.graph_def.node if node.op == "TemporaryVariable"]),
     }
 
 
@@ -258,17 +258,22 @@ def layout_figures(concrete_fn: Any, card: Card, memory_bytes: int | None = None
         memory_bytes: Bytes that TensorFlow may allocate; by default those of the card.
 
     Returns:
-        `ops` and `loops` of the step, `default` and `rewritten`: `optimizer_figures` with either options, and
-        `failure`: the error of an optimizer that fails by default, whose changes TensorFlow drops.
+        `ops` and `loops` of the step; `default` and `rewritten`: `optimizer_figures` with either options; `failure`:
+        the error of an optimizer that fails by default, whose changes TensorFlow drops.
+
+    Raises:
+        tf.errors.OpError: If an optimizer fails with the options of rewritten steps.
     """
     graph = placed(concrete_fn)
-    options = {"default": (), "rewritten": SWITCHED_OFF}
-    return {
+    figures: dict[str, Any] = {
         "ops": len(graph.graph_def.node),
         "loops": sum(node.op == "LoopCond" for node in graph.graph_def.node),
-        "failure": failure(graph, card),
-        **{
-            name: optimizer_figures(optimized(graph, card, off, memory_bytes=memory_bytes))
-            for name, off in options.items()
-        },
+        "failure": "",
     }
+    try:
+        by_default = optimized(graph, card, memory_bytes=memory_bytes, is_strict=True)
+    except tf.errors.OpError as error:
+        figures["failure"] = error.message
+        by_default = optimized(graph, card, memory_bytes=memory_bytes)
+    rewritten = optimized(graph, card, SWITCHED_OFF, memory_bytes=memory_bytes, is_strict=True)
+    return figures | {"default": optimizer_figures(by_default), "rewritten": optimizer_figures(rewritten)}

@@ -128,6 +128,7 @@ def test_rewritten_steps_get_no_copies_and_no_fused_kernels(name):
     figures = optimizers.optimizer_figures(after(name))
     assert figures["convolutions"] >= 6
     assert figures["transposes"] == (0, 0)
+    assert figures["sums"] == (0, 0)
     assert figures["channels_first"] == figures["fused"] == figures["swaps"] == 0
     assert not optimizers.failure(graph(name), CARD, gpu_kernels.SWITCHED_OFF)
 
@@ -151,6 +152,14 @@ def test_by_default_the_layout_optimizer_fails_or_transposes(name):
 def test_by_default_tensorflow_would_swap_tensors_of_loops():
     off = tuple(name for name in gpu_kernels.SWITCHED_OFF if name != "memory_optimization")
     assert optimizers.optimizer_figures(after("two segments", off))["swaps"] > 0
+
+
+def test_by_default_tensorflow_would_change_sums_in_loops():
+    """The memory optimizer replaces sums by a temporary variable, which begins as a constant of the same size."""
+    off = tuple(name for name in gpu_kernels.SWITCHED_OFF if name != "memory_optimization")
+    graph = after("tiles with statistics", off)
+    assert optimizers.optimizer_figures(graph)["sums"][1] > 0
+    assert optimizers.largest_constant(graph) > TILE_ROW_BYTES
 
 
 @each_step
