@@ -426,11 +426,13 @@ def functions_without(optimizers: Iterable[str]) -> Iterator[None]:
     eager = context.context()
     before, config = eager.function_call_options, function_config()
     switch_off(config.graph_options.rewrite_options, optimizers)
-    eager.function_call_options = context.FunctionCallOptions(before.executor_type, config)
+    options = context.FunctionCallOptions(before.executor_type, config)
+    eager.function_call_options = options
     try:
         yield
     finally:
-        eager.function_call_options = before
+        if eager.function_call_options is options:  # `tf.config` resets them: the caller's new options stay.
+            eager.function_call_options = before
 
 
 def _meta_graph(graph_def: Any, fetches: Iterable[str]) -> Any:

@@ -170,6 +170,15 @@ def test_options_return_after_the_last_of_two_users(pretended):
         tf.config.optimizer.set_experimental_options({"remapping": None})
 
 
+def test_options_that_change_within_stay():
+    try:
+        with tf_internals.functions_without(gpu_kernels.SWITCHED_OFF):
+            tf.config.optimizer.set_experimental_options({"remapping": False})
+        assert switched_off() == {"remapping"}
+    finally:
+        tf.config.optimizer.set_experimental_options({"remapping": None})
+
+
 def test_a_thread_keeps_its_optimizers(pretended):
     with gpu_kernels.without_gpu_optimizers(), concurrent.futures.ThreadPoolExecutor(1) as pool:
         assert not pool.submit(switched_off).result()
