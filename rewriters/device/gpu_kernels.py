@@ -10,20 +10,19 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from rewriters.device import properties
+from rewriters.ir import tf_internals
 from rewriters.ir.graph import Node
 from rewriters.ir.op_traits import Trait, ops_with
 
 __all__: list[str] = []
 
-SWITCHED_OFF = ("layout_optimizer", "remapping")
-"""Options of `tf.config.optimizer` that rewritten steps switch off on a GPU."""
+SWITCHED_OFF = ("layout_optimizer", "remapping", "memory_optimization")
+"""TensorFlow's graph optimizers that rewritten steps switch off on a GPU, as fields of `RewriterConfig`."""
 
 _FILTER_GRADIENTS = ops_with(Trait.CONV_FILTER_GRADIENT)
 _INPUT_GRADIENTS = ops_with(Trait.CONV_INPUT_GRADIENT)
@@ -89,47 +88,17 @@ def workspace_limit() -> int:
         return _DEFAULT_WORKSPACE_MIB * 2**20
 
 
-class _SwitchedOff:
-    """The options that rewritten steps switch off, with the values that they had before the first of them."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num_users = 0
-        self._before: dict[str, Any] = {}
-
-    def enter(self) -> None:
-        """Switch the options off if they are not yet."""
-        with self._lock:
-            if not self._num_users:
-                options = tf.config.optimizer.get_experimental_options()
-                self._before = {name: options.get(name) for name in SWITCHED_OFF}  # None is TensorFlow's default.
-                tf.config.optimizer.set_experimental_options(dict.fromkeys(SWITCHED_OFF, False))
-            self._num_users += 1
-
-    def leave(self) -> None:
-        """Restore the options after the last user."""
-        with self._lock:
-            self._num_users -= 1
-            if not self._num_users:
-                tf.config.optimizer.set_experimental_options(self._before)
-
-
-_switched_off = _SwitchedOff()
-
-
 @contextlib.contextmanager
 def without_gpu_optimizers() -> Iterator[None]:
-    """Switch TensorFlow's layout optimizer and remapper off on a GPU, for the functions that are called within.
+    """Switch TensorFlow's layout optimizer, remapper and memory optimizer off on a GPU, for functions called within.
 
     With channels first the layout optimizer adds transposes around tile loops and in their bodies. The remapper fuses
     convolutions with their bias and activation, and the fused kernel transposes image and result
-    (tensorflow/core/kernels/conv_ops_fused_impl.h). No plan counts these copies, which are as large as the tiles.
+    (tensorflow/core/kernels/conv_ops_fused_impl.h). No plan counts these copies, which are as large as the tiles. If
+    its own estimate exceeds the memory of the GPU, the memory optimizer swaps more tensors, also those of loops.
     """
     if not properties.name().startswith("GPU"):
         yield
         return
-    _switched_off.enter()
-    try:
+    with tf_internals.functions_without(SWITCHED_OFF):
         yield
-    finally:
-        _switched_off.leave()

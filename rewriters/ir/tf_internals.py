@@ -6,6 +6,7 @@ why that is not enough.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,11 +14,14 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 from tensorflow.core.framework import full_type_pb2
+from tensorflow.core.protobuf import meta_graph_pb2
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import atomic_function
 from tensorflow.python.framework import func_graph, function_def_to_graph, kernels, op_def_registry, ops
+from tensorflow.python.grappler import cluster, tf_optimizer
+from tensorflow.python.grappler import item as grappler_item
 from tensorflow.python.ops import cond_v2, handle_data_util, resource_variable_ops
 
 from rewriters.ir.op_traits import Trait, ops_with
@@ -466,11 +470,7 @@ def step_stats(concrete_fn: Any, arguments: Sequence[Any]) -> Any:
         options = tf.compat.v1.RunOptions(trace_level=tf.compat.v1.RunOptions.FULL_TRACE)
         config = tf.compat.v1.ConfigProto(device_count={"CPU": len(tf.config.list_logical_devices("CPU"))})
         # A session ignores the options of the eager runtime.
-        toggles = config.graph_options.rewrite_options
-        for name, is_on in tf.config.optimizer.get_experimental_options().items():
-            field = toggles.DESCRIPTOR.fields_by_name.get(name)
-            if is_on is False and field is not None and field.enum_type is not None:
-                setattr(toggles, name, type(toggles).OFF)
+        config.graph_options.rewrite_options.CopyFrom(function_config().graph_options.rewrite_options)
         with tf.compat.v1.Session(graph=graph, config=config) as session:
             session.run(assign)
             # Fetch tensors, not their ops: Grappler drops ops without effect that are not fetched.
@@ -480,6 +480,80 @@ def step_stats(concrete_fn: Any, arguments: Sequence[Any]) -> Any:
             metadata = tf.compat.v1.RunMetadata()
             session.run(targets, feed, options=options, run_metadata=metadata)
     return metadata.step_stats
+
+
+def function_config() -> Any:
+    """Return a copy of the `ConfigProto` of functions that this thread calls.
+
+    `tf.config.optimizer.get_experimental_options` lacks some options of graph optimizers, and those of a thread.
+    """
+    return tf.compat.v1.ConfigProto.FromString(context.context().function_call_options.config_proto_serialized)
+
+
+def switch_off(options: Any, optimizers: Iterable[str]) -> None:
+    """Switch graph optimizers off in a `RewriterConfig`, by the names of its fields."""
+    for name in optimizers:
+        is_memory = name == "memory_optimization"  # Not a toggle, because it has several methods.
+        setattr(options, name, options.NO_MEM_OPT if is_memory else options.OFF)
+
+
+@contextlib.contextmanager
+def functions_without(optimizers: Iterable[str]) -> Iterator[None]:
+    """Switch graph optimizers off for functions that this thread calls, or adds calls of to a graph, within.
+
+    `tf.config.optimizer.set_experimental_options` has no option for the memory optimizer, and changes all threads.
+    """
+    eager = context.context()
+    before, config = eager.function_call_options, function_config()
+    switch_off(config.graph_options.rewrite_options, optimizers)
+    options = context.FunctionCallOptions(before.executor_type, config)
+    eager.function_call_options = options
+    try:
+        yield
+    finally:
+        if eager.function_call_options is options:  # `tf.config` resets them: the caller's new options stay.
+            eager.function_call_options = before
+
+
+def _meta_graph(graph_def: Any, fetches: Iterable[str]) -> Any:
+    meta_graph = meta_graph_pb2.MetaGraphDef(graph_def=graph_def)
+    meta_graph.collection_def["train_op"].node_list.value.extend(fetches)  # The graph optimizers keep these ops.
+    return meta_graph
+
+
+def optimize_graph(graph_def: Any, fetches: Iterable[str], devices: Sequence[Any], options: Any) -> Any:
+    """Return a graph as TensorFlow's graph optimizers change it.
+
+    TensorFlow optimizes graphs only when it runs them, on devices of this machine.
+
+    Args:
+        graph_def: The graph.
+        fetches: Names of ops that are kept.
+        devices: Devices as `NamedDevice` protos; they need not be in this machine.
+        options: The optimizers, as `RewriterConfig`.
+
+    Raises:
+        tf.errors.OpError: If an optimizer fails and `options.fail_on_optimizer_errors` is set.
+    """
+    config = tf.compat.v1.ConfigProto()
+    config.graph_options.rewrite_options.CopyFrom(options)
+    virtual = cluster.Cluster(devices=devices)
+    try:
+        return tf_optimizer.OptimizeGraph(config, _meta_graph(graph_def, fetches), verbose=False, cluster=virtual)
+    finally:
+        virtual.Shutdown()
+
+
+def inferred_shapes(graph_def: Any, fetches: Iterable[str]) -> dict[str, list[tuple[int, ...] | None]]:
+    """Return the shapes of the results of each op, also in lowered loops; a negative size is unknown.
+
+    `tf.graph_util.import_graph_def` infers no shapes of the state variables of lowered loops.
+    """
+    properties = grappler_item.Item(_meta_graph(graph_def, fetches)).GetOpProperties()
+    return {
+        name: [None if p.shape.unknown_rank else tuple(dim.size for dim in p.shape.dim) for p in results]
+        for name, results in properties.items()
+    }
 
 
 def _freed(records: list[tuple[int, int]]) -> list[tuple[int, int]]:

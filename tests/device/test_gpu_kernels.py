@@ -1,12 +1,14 @@
 """Memory of convolutions on a GPU, against what one allocated, and TensorFlow's options of a rewritten step there."""
 
-import contextlib
+import concurrent.futures
+import functools
 import json
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.eager import context
 
 import tflms_sft
 from benchmarks import _results
@@ -123,49 +125,70 @@ def test_tiles_count_the_operands_of_forward_convolutions(gpu, tf32):
     assert 1.9 * tile < peak(False) - peak(True) < 2.6 * tile
 
 
-def options():
-    return dict(tf.config.optimizer.get_experimental_options())
+def switched_off():
+    """Return the optimizers that are off for functions which this thread calls now."""
+    return off_in(tf_internals.function_config())
 
 
-OFF = dict.fromkeys(gpu_kernels.SWITCHED_OFF, False)
+def off_in(config):
+    rewrite = config.graph_options.rewrite_options
+    off = {name for name in gpu_kernels.SWITCHED_OFF if name.endswith(("optimizer", "remapping"))}
+    off = {name for name in off if getattr(rewrite, name) == rewrite.OFF}
+    return off | ({"memory_optimization"} if rewrite.memory_optimization == rewrite.NO_MEM_OPT else set())
+
+
+ALL_OFF = set(gpu_kernels.SWITCHED_OFF)
 
 
 @pytest.fixture
-def optimizers(monkeypatch):
+def pretended(monkeypatch):
     """Pretend that there is a GPU, for the options of TensorFlow's optimizers alone."""
-    before = options()
-    monkeypatch.setattr(gpu_kernels.properties, "name", lambda: "GPU:0")
-    yield before
-    assert options() == before
+    monkeypatch.setattr(properties, "name", lambda: "GPU:0")
+    yield
+    assert not switched_off()
 
 
-def test_rewritten_steps_run_without_two_optimizers_on_a_gpu(monkeypatch):
+def test_rewritten_steps_run_without_three_optimizers_on_a_gpu(monkeypatch):
     seen = []
     rewritten = tflms_sft.rewrite(tf.function(tf.reduce_sum), tflms_sft.SFTParams(), tf.ones((2, 3)))
-    before = options()
     monkeypatch.setattr(properties, "name", lambda: "GPU:0")
-    monkeypatch.setattr(rewritten, "_function", lambda *_: seen.append(options()))
+    monkeypatch.setattr(rewritten, "_function", lambda *_: seen.append(switched_off()))
     rewritten(tf.ones((2, 3)))
-    assert seen == [{**before, **OFF}]
-    assert options() == before
+    assert seen == [ALL_OFF]
+    assert not switched_off()
 
 
-def test_options_return_after_the_last_of_two_users(optimizers):
-    first, second = gpu_kernels.without_gpu_optimizers(), gpu_kernels.without_gpu_optimizers()
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert options() == {**optimizers, **OFF}
-    second.__exit__(None, None, None)
-    assert options() == optimizers
+def test_options_return_after_the_last_of_two_users(pretended):
+    tf.config.optimizer.set_experimental_options({"remapping": False})
+    try:
+        with gpu_kernels.without_gpu_optimizers():
+            with gpu_kernels.without_gpu_optimizers():
+                assert switched_off() == ALL_OFF
+            assert switched_off() == ALL_OFF
+        assert switched_off() == {"remapping"}
+    finally:
+        tf.config.optimizer.set_experimental_options({"remapping": None})
+
+
+def test_options_that_change_within_stay():
+    try:
+        with tf_internals.functions_without(gpu_kernels.SWITCHED_OFF):
+            tf.config.optimizer.set_experimental_options({"remapping": False})
+        assert switched_off() == {"remapping"}
+    finally:
+        tf.config.optimizer.set_experimental_options({"remapping": None})
+
+
+def test_a_thread_keeps_its_optimizers(pretended):
+    with gpu_kernels.without_gpu_optimizers(), concurrent.futures.ThreadPoolExecutor(1) as pool:
+        assert not pool.submit(switched_off).result()
 
 
 def test_records_of_a_run_have_the_options_of_the_eager_runtime(monkeypatch):
     seen, session = [], tf.compat.v1.Session
 
     def watched(*, graph, config):
-        rewrite = config.graph_options.rewrite_options
-        seen.append({name: getattr(rewrite, name) == rewrite.OFF for name in gpu_kernels.SWITCHED_OFF})
+        seen.append(off_in(config))
         return session(graph=graph, config=config)
 
     step = tf.function(lambda x: x + 1, autograph=False).get_concrete_function(tf.TensorSpec([2]))
@@ -174,41 +197,35 @@ def test_records_of_a_run_have_the_options_of_the_eager_runtime(monkeypatch):
     monkeypatch.setattr(properties, "name", lambda: "GPU:0")
     with gpu_kernels.without_gpu_optimizers():
         tf_internals.step_stats(step, [tf.ones(2)])
-    assert seen == [dict.fromkeys(OFF, False), dict.fromkeys(OFF, True)]
+    assert seen == [set(), ALL_OFF]
 
 
-def test_a_fit_runs_its_steps_alone_without_two_optimizers(monkeypatch):
-    seen, between = [], []
+def test_a_fit_runs_its_steps_alone_without_three_optimizers(monkeypatch):
+    traced, called, between = [], [], []
 
     class Watched(keras.layers.Layer):
         def call(self, x):
-            seen.append(options())
+            traced.append(switched_off())
             return x
 
     layers = [keras.Input((8, 8, 3)), keras.layers.Conv2D(3, 1), Watched(), keras.layers.GlobalMaxPooling2D()]
     model = keras.Sequential(layers)
     model.compile("sgd", "mse")
-    before = options()
-    callback = keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_, **__: between.append(options()))
-    entered = gpu_kernels._switched_off.enter
-    monkeypatch.setattr("tflms_sft._keras.train_step_patch.without_gpu_optimizers", always(entered))
+    call = context.Context.call_function
+
+    def watched(self, name, *arguments):
+        if b"iterator" in name:
+            called.append(switched_off())
+        return call(self, name, *arguments)
+
+    callback = keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_, **__: between.append(switched_off()))
+    off = functools.partial(tf_internals.functions_without, gpu_kernels.SWITCHED_OFF)
+    monkeypatch.setattr("tflms_sft._keras.train_step_patch.without_gpu_optimizers", off)
+    monkeypatch.setattr(context.Context, "call_function", watched)
     model.fit(np.zeros((4, 8, 8, 3)), np.zeros((4, 3)), 2, verbose=0, callbacks=[tflms_sft.SFT(verbose=0), callback])
-    assert seen[-1] == {**before, **OFF}
-    assert between == [before, before]
-
-
-def always(enter):
-    """Return a context manager that switches the options off on any device."""
-
-    @contextlib.contextmanager
-    def manager():
-        enter()
-        try:
-            yield
-        finally:
-            gpu_kernels._switched_off.leave()
-
-    return manager
+    assert traced[-1] == ALL_OFF
+    assert called == [ALL_OFF, ALL_OFF]
+    assert between == [set(), set()]
 
 
 def test_scratch_scales_with_the_pixels(gpu, tf32):
