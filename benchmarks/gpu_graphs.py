@@ -7,6 +7,9 @@ interrupted run continues. `MEASUREMENTS` are the functions that each step goes 
 
 - `kernels`: ops without a GPU kernel, image-size tensors in host memory, and copies between host and GPU in one
   iteration of a loop (`rewriters/device/kernel_audit.py`).
+- `layout`: what TensorFlow's graph optimizers do to the step on that GPU, by default and with the options of rewritten
+  steps (`benchmarks/_graph_optimizers.py`). Its memory is 5 % larger than the predicted peak, so that the memory
+  optimizer begins to work. Steps in float32 only.
 """
 
 from __future__ import annotations
@@ -28,6 +31,9 @@ CARD = "h200"
 BATCH = 2
 IMAGE_SIZE = 96
 VOLUME_SIZE = 32
+MEMORY_RATIO = 1.05
+"""Memory of the GPU of the graph optimizers, over the predicted peak."""
+MIB = 2**20
 PLANS = ("original", "tiles", "strips", "swaps")
 """Plans of every network. Strips carry their halo rows; tiles have barriers where a network has BatchNorm."""
 PIPELINED = ("vgg16", "resnet50")
@@ -69,11 +75,26 @@ def cases() -> Iterator[Case]:
         yield from (Case(net, dtype, plan) for net in nets for plan in PLANS)
 
 
-def kernels(graph: Any) -> Figures:
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A step to measure, original or rewritten.
+
+    Attributes:
+        function: The traced step.
+        graph: Its graph, on GPUs.
+        peak_bytes: Predicted peak; `None` for the original step.
+    """
+
+    function: Any
+    graph: Any
+    peak_bytes: int | None
+
+
+def kernels(step: Traced) -> Figures:
     """Return the figures of the kernel audit."""
     from rewriters.device.kernel_audit import audit_graph
 
-    audit = audit_graph(graph)
+    audit = audit_graph(step.graph)
     tensors = [tensor for loop in audit.loops for tensor in loop.tensors]
     return {
         "ops": audit.num_ops,
@@ -88,8 +109,23 @@ def kernels(graph: Any) -> Figures:
     }
 
 
-MEASUREMENTS: dict[str, Callable[[Any], Figures]] = {"kernels": kernels}
-"""Functions of the graph of a step, by the name of their figures."""
+def layout(step: Traced) -> Figures:
+    """Return the figures of the graph optimizers."""
+    from benchmarks import _graph_optimizers
+    from rewriters.device.cards import CARDS
+
+    memory = None if step.peak_bytes is None else int(MEMORY_RATIO * step.peak_bytes)
+    return _graph_optimizers.layout_figures(step.function, CARDS[CARD], memory)
+
+
+MEASUREMENTS: dict[str, Callable[[Traced], Figures]] = {"kernels": kernels, "layout": layout}
+"""Functions of a step, by the name of their figures."""
+
+
+def measurements(case: Case) -> list[str]:
+    """Return the names of the measurements of a step."""
+    is_plain = case.dtype == "float32" and case.plan != "pipeline"
+    return list(MEASUREMENTS) if is_plain else ["kernels"]
 
 
 def measure(*, net: str, dtype: str, plan: str, emit: _child.Emit) -> Figures:
@@ -124,14 +160,16 @@ def measure(*, net: str, dtype: str, plan: str, emit: _child.Emit) -> Figures:
         step, data = tf.function(step.python_function, autograph=False), task.noise(size, BATCH)
     with planning_for(CARDS[CARD]):
         if plan == "original":
-            function, headline = step.get_concrete_function(), ""
+            function, headline, peak = step.get_concrete_function(), "", None
         else:
             rewritten = tflms_sft.rewrite(step, params[plan], *data)
             function, headline = rewritten.concrete_function, rewritten.plan.headline()
+            peak = rewritten.plan.predicted.peak_bytes
         graph = from_concrete_function(function)
         if plan == "pipeline":
             _move_to_gpus(graph)
-        figures = {name: measurement(graph) for name, measurement in MEASUREMENTS.items()}
+        traced = Traced(function, graph, peak)
+        figures = {name: MEASUREMENTS[name](traced) for name in measurements(Case(net, dtype, plan))}
     return {"headline": headline, **figures}
 
 
@@ -166,7 +204,38 @@ def _counted(counts: Sequence[Mapping[str, int]]) -> str:
     return ", ".join(f"{number} {name}" for name, number in largest.items()) or "0"
 
 
-TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {"kernels": kernel_table}
+def layout_table(stored: Mapping[str, Any]) -> str:
+    """Return the Markdown table of the graph optimizers; pairs are main graph / bodies of loops."""
+    title = ["network", "plan", "transposes", "static MiB", "channels first", "fused", "swaps", "sums", "optimizer"]
+    lines = [[*title, "changes for rewritten steps"]]
+    for case in cases():
+        figures = stored.get(case.name, {}).get("layout")
+        if figures is None:
+            continue
+        default, rewritten = figures["default"], figures["rewritten"]
+        changes = ("transposes", "sums", "channels_first", "fused", "swaps")
+        lines.append(
+            [
+                case.net,
+                case.plan,
+                "{} / {}".format(*default["transposes"]),
+                "{:.0f} / {:.0f}".format(*(size / MIB for size in default["transposed_bytes"])),
+                f"{default['channels_first']} of {default['convolutions']}",
+                str(default["fused"]),
+                str(default["swaps"]),
+                "{} / {}".format(*default["sums"]),
+                "fails" if figures["failure"] else "changes",
+                str(sum(_total(rewritten[name]) for name in changes)) if case.plan != "original" else "-",
+            ]
+        )
+    return _results.markdown(lines)
+
+
+def _total(figure: Any) -> int:
+    return sum(figure) if isinstance(figure, (list, tuple)) else figure
+
+
+TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {"kernels": kernel_table, "layout": layout_table}
 """Functions of the stored results that return a Markdown table, by its name on the pages."""
 
 
@@ -208,7 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(case.name, figures, flush=True)
 
     with concurrent.futures.ThreadPoolExecutor(options.workers) as pool:
-        list(pool.map(take, [one for one in chosen if not set(MEASUREMENTS) <= stored.get(one.name, {}).keys()]))
+        list(pool.map(take, [one for one in chosen if not set(measurements(one)) <= stored.get(one.name, {}).keys()]))
     failed = [one.name for one in chosen if "failed" in stored[one.name]]
     print(f"{len(chosen) - len(failed)} of {len(chosen)} steps measured; {options.results}")
     return 1 if failed else 0
