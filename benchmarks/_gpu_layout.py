@@ -68,8 +68,8 @@ def layout_table(stored: Mapping[str, Any]) -> str:
             "fused",
             "swaps",
             "sums",
-            "layout optimizer",
-            "changes for rewritten steps",
+            "layout",
+            "for rewritten steps",
         ]
     ]
     for net in NETWORKS:
