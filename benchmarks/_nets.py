@@ -46,8 +46,8 @@ def small_vgg(image_size: int) -> keras.Model:
     import keras
 
     x = image = _image(image_size)
-    for filters in (32, 64):
-        for _ in range(2):
+    for depth, filters in ((2, 32), (2, 64)):
+        for _ in range(depth):
             x = keras.layers.Conv2D(filters, 3, padding="same", use_bias=False)(x)
             x = keras.layers.ReLU()(keras.layers.BatchNormalization()(x))
         x = keras.layers.MaxPooling2D(2)(x)

@@ -9,8 +9,8 @@ that are missing. Checks plan concurrently; a lock gives the device to one check
 - `batch`: ResNet-50's largest batch on a device limited to 16 GiB.
 - `tiles`: times and peaks of 4, 16 and 64 tiles, within 25 % and 15 % of the predicted ones.
 - `overlap`: at least half of the time of swaps is hidden behind computation.
-- `equal`: 12 networks in float32 with TF32 off, and within a wider tolerance with TF32 on; 10 networks in float64. Tiles,
-  and swaps to host memory. A difference may be three times that caused by rounding the input.
+- `equal`: 12 networks in float32 with TF32 off, and within a wider tolerance with TF32 on; 10 networks in float64:
+  tiles, and swaps to host memory. A difference may be three times that caused by rounding the input.
 - `peak`: predicted peaks of the original step and of a plan for half of it, within 15 % of the allocator's statistics,
   as TensorFlow is by default; the same without TF32, without TensorFlow's layout optimizer, and with limited workspaces
   of cuDNN.
@@ -58,8 +58,8 @@ NETWORKS = {
     "NASNetMobile": (224, 16),
 }
 """Image size and batch of the measured peaks."""
-SMALL_NETWORKS = {"small-vgg": (128, 2), "small-unet3d": (32, 1)}
-TILED_SIZES = {"unet3d": 32, "unet3d-dice": 32, "small-unet3d": 32}
+SMALL_NETWORKS = {"small-vgg": (96, 2), "small-unet3d": (24, 1)}
+TILED_SIZES = {"unet3d": 32, "unet3d-dice": 32, "small-unet3d": 16}
 """Image sizes of the comparisons of volumes; of images it is 96."""
 LARGE_SIZES = ((2048, 11 * GIB), (4096, 11 * GIB), (10240, 11 * GIB), (20480, 40 * GIB))
 """Image sizes, and the memory of the GPU for each."""
@@ -148,9 +148,10 @@ def _large(small: bool) -> Iterator[Check]:
     """Yield the checks of large images and batches within a limit of the device's memory."""
     common = {"net": "small-vgg" if small else "vgg16", "batch": 1, "steps": 2}
     for size, memory in SMALL_LARGE_SIZES if small else LARGE_SIZES:
-        kwargs = {**common, "image_size": size, "memory": memory, "reserved": 0 if small else LARGE_RESERVED_MIB * MIB}
+        reserved = MIB if small else LARGE_RESERVED_MIB * MIB
+        kwargs = {**common, "image_size": size, "memory": memory, "reserved": reserved}
         yield Check(f"large/{size}", "_gpu_checks:limited", kwargs)
-    net, size, memory = ("small-unet3d", 16, 4 * MIB) if small else ("resnet50", 224, 16 * GIB)
+    net, size, memory = ("small-vgg", 64, 12 * MIB) if small else ("resnet50", 224, 16 * GIB)
     kwargs = {"net": net, "image_size": size, "memory": memory, "steps": 3}
     yield Check(f"batch/{net}", "_gpu_checks:largest_batch", kwargs)
 
@@ -176,23 +177,36 @@ def _equal(networks: Mapping[str, tuple[int, int]], small: bool, precision: str)
     for net in networks:
         if precision == "float64" and net in TILED_SIZES:
             continue  # On a GPU TensorFlow has no float64 kernels of 3-D pools.
-        size = 32 if small else TILED_SIZES.get(net, 96)
+        size = TILED_SIZES.get(net, 32 if small else 96)
         # Rounding to TF32 changes the second step too much for a comparison.
         steps = 1 if precision == "tf32" else 2
         kwargs = {"net": net, "image_size": size, "batch": 2, "steps": steps, "precision": precision}
         yield Check(f"equal/{precision}/{net}", "_gpu_checks:equality", kwargs)
 
 
-def run(check: Check, device: str, lock: str) -> dict[str, Any]:
-    """Run a check in a child process and return its figures, or why it failed."""
-    began = time.perf_counter()
+def environment(device: str, small: bool, folder: Path) -> dict[str, str]:
+    """Return the environment variables of all checks.
+
+    Args:
+        device: "gpu" or "cpu".
+        small: Whether plans are equal on all machines, and made once for all checks that have the same.
+        folder: Folder for files that the checks share.
+    """
     env = {
         "TF_FORCE_GPU_ALLOW_GROWTH": "true",
         "CUDA_VISIBLE_DEVICES": "0" if device == "gpu" else "-1",
-        _gpu_device.LOCK_VARIABLE: lock,
+        _gpu_device.LOCK_VARIABLE: str(folder / "lock"),
     }
+    if small:
+        env |= {"TFLMS_SFT_RATES": "nominal", "TFLMS_SFT_PLAN_CACHE": str(folder / "plans")}
+    return env
+
+
+def run(check: Check, device: str, env: Mapping[str, str]) -> dict[str, Any]:
+    """Run a check in a child process and return its figures, or why it failed."""
+    began = time.perf_counter()
     if check.workspace_mib:
-        env[WORKSPACE_VARIABLE] = str(check.workspace_mib)
+        env = {**env, WORKSPACE_VARIABLE: str(check.workspace_mib)}
     outcome = _child.run_forked(f"benchmarks.{check.function}", {**check.kwargs, "device": device}, env=env)
     figures = outcome.result if outcome.ok else {"failed": outcome.how_it_ended(), "log": outcome.log_tail()}
     seconds = round(time.perf_counter() - began, 1)
@@ -279,8 +293,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     first, *others = checks(options.small)
     chosen = [one for one in others if not options.checks or one.name.startswith(tuple(options.checks))]
     _child.start_fork_server(PRELOADED)
-    with tempfile.NamedTemporaryFile() as lock:
-        facts = run(first, options.device, lock.name)
+    with tempfile.TemporaryDirectory() as folder:
+        env = environment(options.device, options.small, Path(folder))
+        facts = run(first, options.device, env)
         print(line(first.name, facts), flush=True)
         if facts["status"] != "passed":
             print(facts.get("log", ""))
@@ -299,7 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         def take(check: Check) -> None:
             if time.monotonic() > ends:
                 return
-            figures = run(check, options.device, lock.name)
+            figures = run(check, options.device, env)
             with writing:
                 stored[check.name] = figures
                 stored["tables"] = {"peaks": peak_table(stored)}
