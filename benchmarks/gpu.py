@@ -102,7 +102,7 @@ def checks(small: bool) -> list[Check]:
     """Return the checks, the most important first."""
     networks = SMALL_NETWORKS if small else NETWORKS
     first, *_ = networks
-    default_peaks, *other_peaks = _peaks(networks)
+    default_peaks, *other_peaks = _peaks(networks, 1 if small else 2)
     return [
         Check("device", "_gpu_device:device_facts", {}),
         *_large(small),
@@ -127,12 +127,17 @@ def _sized(networks: Mapping[str, tuple[int, int]], net: str) -> dict[str, Any]:
     return {"net": net, "image_size": size, "batch": batch}
 
 
-def _peaks(networks: Mapping[str, tuple[int, int]]) -> Iterator[list[Check]]:
-    """Yield the checks of all peaks as TensorFlow is by default, then those of two networks otherwise."""
+def _peaks(networks: Mapping[str, tuple[int, int]], variants: int) -> Iterator[list[Check]]:
+    """Yield the checks of all peaks as TensorFlow is by default, then those of the first networks otherwise.
+
+    Args:
+        networks: Image size and batch of each network.
+        variants: Networks that are checked with other settings too.
+    """
     function = "_gpu_checks:peaks"
     defaults = {net: {**_sized(networks, net), "runs": 5, "layout": True, "tf32": True} for net in networks}
     yield [Check(f"peak/{net}", function, kwargs) for net, kwargs in defaults.items()]
-    for net, kwargs in itertools.islice(defaults.items(), 2):
+    for net, kwargs in itertools.islice(defaults.items(), variants):
         yield [
             Check(f"peak/{net}-tf32-off", function, {**kwargs, "tf32": False}),
             Check(f"peak/{net}-layout-off", function, {**kwargs, "layout": False}),

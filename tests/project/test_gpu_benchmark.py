@@ -135,6 +135,14 @@ def test_peaks_are_near_predictions_in_both_directions(measured, near):
     assert _gpu_checks.is_near(measured, 100, _gpu_checks.MAX_PEAK_ERROR_FRACTION) == near
 
 
+def test_preloaded_modules_use_no_device_when_they_are_imported():
+    # TensorFlow accepts this setting as long as it has no threads and devices, which no fork would survive.
+    text = (
+        f"import {', '.join(gpu.PRELOADED)}, tensorflow as tf; tf.config.threading.set_inter_op_parallelism_threads(1)"
+    )
+    subprocess.run([sys.executable, "-c", text], cwd=_child.ROOT, check=True)
+
+
 def test_forked_child_that_is_killed_or_raises_fails():
     raised = _child.run_forked("os:abort", {}, env={})
     assert not raised.ok and raised.how_it_ended() == "TypeError: posix.abort() takes no keyword arguments"
