@@ -3,12 +3,15 @@
 Every measurement has a process of its own. TensorFlow keeps memory that it once allocated, and reads the settings of
 its allocators on import. A step that runs out of memory may kill its process. The function is named as
 `module:function`. It gets its keyword arguments and `emit`, which sends a JSON-able dict to the parent at any time.
+
+`run_child` starts a new interpreter. `run_forked` forks a process that has imported TensorFlow and has not used it.
 """
 
 import ctypes
 import dataclasses
 import importlib
 import json
+import multiprocessing
 import os
 import re
 import select
@@ -17,7 +20,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -41,6 +46,7 @@ _OOM = re.compile(
     r"|Status: 1, message: [^,]*|std::bad_alloc|Cannot allocate memory|Unable to allocate [^\n]* for an array"
 )
 _PR_SET_PDEATHSIG = 1
+_FORKS = multiprocessing.get_context("forkserver")
 
 
 class Sample(NamedTuple):
@@ -221,6 +227,63 @@ def run_child(
         log.seek(0)
         text = log.read()
     return Outcome(process.returncode, watch.result, watch.error, text, watch.samples, seconds)
+
+
+def start_fork_server(modules: Sequence[str]) -> None:
+    """Start the process that imports `modules` and that `run_forked` forks.
+
+    Variables that TensorFlow reads on import are those of `child_env` in all of its children.
+    """
+    environment = dict(os.environ)
+    os.environ.update(child_env())
+    try:
+        _FORKS.set_forkserver_preload(list(modules))
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+def run_forked(target: str, kwargs: Mapping[str, Any], *, env: Mapping[str, str]) -> Outcome:
+    """Call a function in a child of the fork server and wait for it.
+
+    The child saves the import of TensorFlow. Devices, allocators and process-wide settings are its own.
+
+    Args:
+        target: The function, as `module:function`.
+        kwargs: Its keyword arguments, JSON-able.
+        env: Environment variables that update those of the server. TensorFlow has read some of these on import.
+
+    Returns:
+        The outcome. A failure raises no exception.
+    """
+    reader, writer = _FORKS.Pipe(duplex=False)
+    with tempfile.NamedTemporaryFile("r", errors="replace") as log, reader:
+        began = time.monotonic()
+        process = _FORKS.Process(target=_forked, args=(writer, log.name, dict(env), target, json.dumps(dict(kwargs))))
+        with writer:
+            process.start()
+        watch = _Watch(process.pid or 0, began, None, None)
+        try:
+            with os.fdopen(os.dup(reader.fileno()), "rb", buffering=0) as pipe:
+                watch.follow(pipe)
+            process.join()
+        finally:
+            if process.is_alive():
+                process.kill()
+                process.join()
+        seconds = time.monotonic() - began
+        text = log.read()
+    return Outcome(process.exitcode or 0, watch.result, watch.error, text, watch.samples, seconds)
+
+
+def _forked(writer: Connection, log: str, env: dict[str, str], target: str, kwargs: str) -> None:
+    """Child's side of `run_forked`."""
+    os.environ.update(env)
+    with open(log, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    main([target, kwargs, str(os.dup(writer.fileno()))])
 
 
 def call_in_child(target: str, kwargs: Mapping[str, Any], **options: Any) -> Any:

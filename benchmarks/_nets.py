@@ -41,6 +41,19 @@ def vgg16(image_size: int) -> keras.Model:
     return _vgg("vgg16", (2, 2, 3, 3, 3), image_size)
 
 
+def small_vgg(image_size: int) -> keras.Model:
+    """Build 4 convolutions with BatchNormalization and 2 pools."""
+    import keras
+
+    x = image = _image(image_size)
+    for depth, filters in ((2, 32), (2, 64)):
+        for _ in range(depth):
+            x = keras.layers.Conv2D(filters, 3, padding="same", use_bias=False)(x)
+            x = keras.layers.ReLU()(keras.layers.BatchNormalization()(x))
+        x = keras.layers.MaxPooling2D(2)(x)
+    return _classifier("small_vgg", image, x)
+
+
 def vgg19(image_size: int) -> keras.Model:
     """Build the 16 convolutions and 5 pools of VGG-19."""
     return _vgg("vgg19", (2, 2, 4, 4, 4), image_size)
@@ -245,6 +258,17 @@ TASKS = {
         one_hot=True,
     ),
 }
+
+SMALL_TASKS = {
+    "small-vgg": Task("VGG, 4 convolutions", small_vgg, 2, 3, False, image_size=128, batch=2),
+    "small-unet3d": dataclasses.replace(
+        TASKS["unet3d-dice"],
+        title="3-D U-Net, 2 levels",
+        build=functools.partial(unet3d, filters=(8, 16)),
+        image_size=32,
+    ),
+}
+"""Networks that a CPU plans and trains in seconds, for tests of the benchmarks themselves."""
 
 SWAPPED = ("resnet50", "unet3d")
 """Tasks that are trained with swaps alone; both have BatchNorm in training mode, and one has volumes."""
