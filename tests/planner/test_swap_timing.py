@@ -114,6 +114,13 @@ def test_search_keeps_the_budget_and_is_no_slower_than_without_leads(step, card,
     assert traced.seconds + swapped.waiting == pytest.approx(seconds, rel=0.02)
 
 
+@pytest.mark.parametrize("lead", (0.0, 1.0))
+def test_search_takes_the_faster_one_of_both_leads(step, card, lead, monkeypatch):
+    search = SwapSearch(traced_with(step, 3), [], SwapParams(**LEAST_MEMORY))
+    monkeypatch.setattr(search, "seconds", lambda params, seconds: abs(params.lead - lead))
+    assert search.tuned(10**9).lead == lead
+
+
 @pytest.mark.parametrize("copied", (0.5, 2, 10))
 def test_predicted_peak_is_no_lower_than_in_the_simulated_order(step, card, copied):
     traced = traced_with(step, copied)
