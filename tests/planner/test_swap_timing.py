@@ -13,9 +13,8 @@ from rewriters.estimates.op_cost import NOMINAL
 from rewriters.swapping.swap_pass import insert_swaps
 from rewriters.swapping.tiers import HostSkeletonTier
 from tflms_sft._params.swap_params import SwapParams
-from tflms_sft._planner.swap_planner import apply_swaps, prepared
+from tflms_sft._planner.swap_planner import SwapTiming, apply_swaps, prepared
 from tflms_sft._planner.swap_search import SwapSearch
-from tflms_sft._planner.swap_timing import SwapTiming
 from tflms_sft._planner.traced_step import analyse_step
 
 LEAST_MEMORY = {"min_bytes": 40_000, "ctrld_strategy": "direct_order", "fuse_swapins": True}
