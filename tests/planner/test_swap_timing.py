@@ -13,9 +13,8 @@ from rewriters.estimates.op_cost import NOMINAL
 from rewriters.swapping.swap_pass import insert_swaps
 from rewriters.swapping.tiers import HostSkeletonTier
 from tflms_sft._params.swap_params import SwapParams
-from tflms_sft._planner.swap_planner import apply_swaps, prepared
+from tflms_sft._planner.swap_planner import SwapTiming, apply_swaps, prepared
 from tflms_sft._planner.swap_search import SwapSearch
-from tflms_sft._planner.swap_timing import SwapTiming
 from tflms_sft._planner.traced_step import analyse_step
 
 LEAST_MEMORY = {"min_bytes": 40_000, "ctrld_strategy": "direct_order", "fuse_swapins": True}
@@ -112,6 +111,13 @@ def test_search_keeps_the_budget_and_is_no_slower_than_without_leads(step, card,
     swapped = apply_swaps(traced, traced.analysis.graph, tuned)
     assert swapped.peak(None).peak_bytes <= limit
     assert traced.seconds + swapped.waiting == pytest.approx(seconds, rel=0.02)
+
+
+@pytest.mark.parametrize("lead", (0.0, 1.0))
+def test_search_takes_the_faster_one_of_both_leads(step, card, lead, monkeypatch):
+    search = SwapSearch(traced_with(step, 3), [], SwapParams(**LEAST_MEMORY))
+    monkeypatch.setattr(search, "seconds", lambda params, seconds: abs(params.lead - lead))
+    assert search.tuned(10**9).lead == lead
 
 
 @pytest.mark.parametrize("copied", (0.5, 2, 10))

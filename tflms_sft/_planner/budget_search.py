@@ -28,9 +28,8 @@ from tflms_sft._machine.memory_info import device_memory_limit
 from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._planner.barrier_search import Barriers, BarrierSearch
-from tflms_sft._planner.swap_planner import reason_without_tier
+from tflms_sft._planner.swap_planner import is_host_tier, reason_without_tier
 from tflms_sft._planner.swap_search import SwapSearch
-from tflms_sft._planner.swap_timing import is_host_tier
 from tflms_sft._planner.tile_search import InferenceSearch, TrainingSearch
 from tflms_sft._planner.traced_step import (
     Candidate,

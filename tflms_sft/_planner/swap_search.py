@@ -13,8 +13,16 @@ from rewriters.ir.graph import Node
 from rewriters.swapping.swap_pass import Swap, insert_swaps
 from rewriters.swapping.tiers import HostSkeletonTier, HostTier, SkeletonTier
 from tflms_sft._params.swap_params import SwapParams
-from tflms_sft._planner.swap_planner import check_names, make_tier, no_room, prepared
-from tflms_sft._planner.swap_timing import AUTOMATIC_LEAD, SwapTiming, overlaps, swapped_seconds
+from tflms_sft._planner.swap_planner import (
+    AUTOMATIC_LEAD,
+    SwapTiming,
+    check_names,
+    make_tier,
+    no_room,
+    overlaps,
+    prepared,
+    swapped_seconds,
+)
 from tflms_sft._planner.traced_step import TracedStep
 
 PREFETCH_DISTANCES = (1, 2, 3, 5, 8, 12, 18, 27, 40)

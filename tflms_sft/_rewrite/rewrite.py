@@ -27,8 +27,8 @@ from tflms_sft._planner.swap_planner import (
     described,
     described_reasons,
     notes,
+    swapped_seconds,
 )
-from tflms_sft._planner.swap_timing import swapped_seconds
 from tflms_sft._planner.traced_step import (
     TracedStep,
     analyse_step,
