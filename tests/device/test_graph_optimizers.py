@@ -32,9 +32,9 @@ def image_net(norm):
 
 
 def deep_net():
-    x = image = keras.Input((256, 256, 3))
+    x = image = keras.Input((256, 256, 3), name="image")
     for filters in (64, 128, 256):
-        x = layers.MaxPooling2D(2)(conv(conv(x, filters, False), filters, False))
+        x = layers.MaxPooling2D(2, name=f"pool{filters}")(conv(conv(x, filters, False), filters, False))
     return keras.Model(image, layers.Dense(4)(layers.GlobalAveragePooling2D()(x)))
 
 
@@ -47,6 +47,9 @@ def volume_net():
 
 SWAPS = tflms_sft.LMSParams(tier="host", n_tensors=4, min_bytes=1)
 TILES = tflms_sft.SFTParams(num_tiles=(2, 2))
+SEGMENTS = [
+    tflms_sft.SegmentSpec(first, last, num_tiles=(2, 2)) for first, last in (("image", "pool64"), ("pool64", "pool128"))
+]
 STEPS = {
     "tiles": (functools.partial(image_net, False), TILES),
     "tiles with statistics": (functools.partial(image_net, True), TILES),
@@ -54,7 +57,7 @@ STEPS = {
         functools.partial(image_net, False),
         tflms_sft.SFTParams(num_tiles=(4, 1), halo="carry"),
     ),
-    "two segments": (deep_net, TILES),
+    "two segments": (deep_net, tflms_sft.SFTParams(segments=SEGMENTS)),
     "volume": (volume_net, tflms_sft.SFTParams(num_tiles=(2, 2, 2))),
     "swaps": (functools.partial(image_net, False), SWAPS),
     "tiles and swaps": (functools.partial(image_net, False), [TILES, SWAPS]),

@@ -22,7 +22,7 @@ from children import say
 from equivalence import error, keras_step
 from keras import layers
 
-from benchmarks._gpu_checks import hidden_fraction
+from benchmarks._gpu_trace import hidden_fraction
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize import canonicalize
 from rewriters.estimates.op_cost import NOMINAL
