@@ -33,7 +33,6 @@ IMAGE_SIZE = 96
 VOLUME_SIZE = 32
 MEMORY_RATIO = 1.05
 """Memory of the GPU of the graph optimizers, over the predicted peak."""
-MIB = 2**20
 PLANS = ("original", "tiles", "strips", "swaps")
 """Plans of every network. Strips carry their halo rows; tiles have barriers where a network has BatchNorm."""
 PIPELINED = ("vgg16", "resnet50")
@@ -205,27 +204,31 @@ def _counted(counts: Sequence[Mapping[str, int]]) -> str:
 
 
 def layout_table(stored: Mapping[str, Any]) -> str:
-    """Return the Markdown table of the graph optimizers; pairs are main graph / bodies of loops."""
-    title = ["network", "plan", "transposes", "static MiB", "channels first", "fused", "swaps", "sums", "optimizer"]
-    lines = [[*title, "changes for rewritten steps"]]
-    for case in cases():
-        figures = stored.get(case.name, {}).get("layout")
-        if figures is None:
+    """Return the Markdown table of the graph optimizers: a line for each network, with numbers by plan."""
+    title = ["network", "transposes", "in loops", "channels first", "fused", "sums in loops", "the optimizer fails for"]
+    lines = [[*title, "with the options of rewritten steps"]]
+    for net in NETWORKS:
+        measured = {plan: stored.get(Case(net, "float32", plan).name, {}).get("layout") for plan in PLANS}
+        present = {plan: figures for plan, figures in measured.items() if figures is not None}
+        if not present:
             continue
-        default, rewritten = figures["default"], figures["rewritten"]
+        defaults = {plan: figures["default"] for plan, figures in present.items()}
+
+        def by_plan(number: Callable[[Figures], Any], of: Mapping[str, Figures] = defaults) -> str:
+            return " / ".join(str(number(of[plan])) if plan in of else "-" for plan in PLANS)
+
         changes = ("transposes", "sums", "channels_first", "fused", "swaps")
+        rewritten = {plan: figures["rewritten"] for plan, figures in present.items() if plan != PLANS[0]}
         lines.append(
             [
-                case.net,
-                case.plan,
-                "{} / {}".format(*default["transposes"]),
-                "{:.0f} / {:.0f}".format(*(size / MIB for size in default["transposed_bytes"])),
-                f"{default['channels_first']} of {default['convolutions']}",
-                str(default["fused"]),
-                str(default["swaps"]),
-                "{} / {}".format(*default["sums"]),
-                "fails" if figures["failure"] else "changes",
-                str(sum(_total(rewritten[name]) for name in changes)) if case.plan != "original" else "-",
+                net,
+                by_plan(lambda figures: sum(figures["transposes"])),
+                by_plan(lambda figures: figures["transposes"][1]),
+                by_plan(lambda figures: figures["channels_first"]),
+                by_plan(lambda figures: figures["fused"]),
+                by_plan(lambda figures: figures["sums"][1]),
+                ", ".join(plan for plan, figures in present.items() if figures["failure"]) or "none",
+                str(sum(_total(figures[name]) for figures in rewritten.values() for name in changes)),
             ]
         )
     return _results.markdown(lines)
