@@ -248,7 +248,12 @@ class AutoParams:
         return dataclasses.replace(self, memory_budget=budget if limit is None else min(budget, limit))
 
     def reduction_note(self, resolved: AutoParams, devices: Sequence[str] = ()) -> str:
-        """Return a note for a budget that `resolved` has reduced to the memory of the device; empty for others."""
+        """Return a note for a budget that `resolved` has reduced to the memory of the device; empty for others.
+
+        Args:
+            resolved: Result of the method `resolved`.
+            devices: GPUs of several replicas.
+        """
         if self.memory_budget == AUTO or resolved.memory_budget == self.memory_budget:
             return ""
         return (
