@@ -30,7 +30,7 @@ def cut(rows, start=0, samples=4):
 @both
 def test_images_of_two_sizes_equal_plain(make, capsys, monkeypatch):
     """The third batch is of the first size again, and the last one smaller."""
-    monkeypatch.setattr("tflms_sft._keras.peak_watch.reset_peak", lambda tiers: None)
+    monkeypatch.setattr("tflms_sft._keras.peak_watch.reset_peak", lambda tiers, devices: None)
     batches = [cut(24), cut(18), cut(24, 4), cut(18, 8, 2)]
     model, plain, callback = net(size=None), net(size=None), make(verbose=1)
     got = model.fit(dataset(batches), epochs=2, callbacks=[callback], **SETTINGS)
@@ -194,8 +194,10 @@ def test_validation_that_is_not_rewritten_is_traced_once_for_all_sizes(monkeypat
 def test_measured_peak_of_each_step_includes_its_batch(monkeypatch):
     """The callback fetches each batch of open size before its step."""
     counted = []
-    monkeypatch.setattr(peak_watch, "reset_peak", lambda tiers: 0)
-    monkeypatch.setattr(peak_watch, "read_peak", lambda in_use, step_bytes, tiers: counted.append(list(step_bytes)))
+    monkeypatch.setattr(peak_watch, "reset_peak", lambda tiers, devices: 0)
+    monkeypatch.setattr(
+        peak_watch, "read_peak", lambda in_use, step_bytes, tiers, devices: counted.append(list(step_bytes))
+    )
     net(size=None).fit(dataset([cut(24), cut(24, 4), cut(18)]), callbacks=[budgeted()], **SETTINGS)
     assert [4 * rows * 24 * 3 * 8 in sizes for rows, sizes in zip((24, 24, 18), counted, strict=True)] == [True] * 3
 

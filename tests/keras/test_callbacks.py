@@ -247,7 +247,7 @@ def test_budget_infeasible_raises_in_first_step():
 
 
 def test_verbose_prints_plan_and_peak(capsys, monkeypatch):
-    monkeypatch.setattr("tflms_sft._keras.peak_watch.reset_peak", lambda tiers: None)
+    monkeypatch.setattr("tflms_sft._keras.peak_watch.reset_peak", lambda tiers, devices: None)
     callback = SFT((2, 3))
     net().fit(X, Y, batch_size=4, epochs=2, callbacks=[callback], **SETTINGS)
     start, peak = capsys.readouterr().out.splitlines()
@@ -261,11 +261,13 @@ def test_verbose_prints_plan_and_peak(capsys, monkeypatch):
 def measured_peaks(monkeypatch):
     """Replace the measured peaks of the next steps; the last one is that of all further steps."""
     peaks = []
-    monkeypatch.setattr("tflms_sft._keras.peak_watch.reset_peak", lambda tiers: 0)
-    monkeypatch.setattr("tflms_sft._keras.peak_watch.earlier_peak", lambda: 0)
+    monkeypatch.setattr("tflms_sft._keras.peak_watch.reset_peak", lambda tiers, devices: 0)
+    monkeypatch.setattr("tflms_sft._keras.peak_watch.earlier_peak", lambda devices: 0)
     monkeypatch.setattr(
         "tflms_sft._keras.peak_watch.read_peak",
-        lambda in_use, own, tiers: tflms_sft.Measurement(peaks.pop(0) if len(peaks) > 1 else peaks[0], "a test"),
+        lambda in_use, own, tiers, devices: tflms_sft.Measurement(
+            peaks.pop(0) if len(peaks) > 1 else peaks[0], "a test"
+        ),
     )
     return peaks
 
@@ -348,7 +350,7 @@ def test_later_step_over_budget_without_epochs_gives_a_remedy(capsys, measured_p
 @pytest.fixture(params=[0, 2**30], ids=["fresh", "used"])
 def is_used(request, monkeypatch):
     """Give the process an earlier peak, or none."""
-    monkeypatch.setattr("tflms_sft._keras.peak_watch.earlier_peak", lambda: request.param)
+    monkeypatch.setattr("tflms_sft._keras.peak_watch.earlier_peak", lambda devices: request.param)
     return bool(request.param)
 
 

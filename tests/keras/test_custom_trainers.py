@@ -270,8 +270,10 @@ def test_fit_eager_model_within_budget_trains_plain_with_notice(capsys):
 
 
 def test_fit_eager_model_above_budget_raises(monkeypatch):
-    monkeypatch.setattr(peak_watch, "reset_peak", lambda tiers: 0)
-    monkeypatch.setattr(peak_watch, "read_peak", lambda in_use, step_bytes, tiers: Measurement(3 * 2**20, "test"))
+    monkeypatch.setattr(peak_watch, "reset_peak", lambda tiers, devices: 0)
+    monkeypatch.setattr(
+        peak_watch, "read_peak", lambda in_use, step_bytes, tiers, devices: Measurement(3 * 2**20, "test")
+    )
     fit(compiled(sequential, run_eagerly=True), MemoryBudget("3MiB", verbose=0))
     with pytest.raises(BudgetError, match="The first step used 3.00 MiB, .* Received: memory_budget=2.00 MiB. Model"):
         fit(compiled(sequential, run_eagerly=True), MemoryBudget("2MiB", verbose=0))

@@ -20,9 +20,9 @@ SCALARS = {"memory/predicted_peak_bytes", "memory/budget_bytes", "memory/swapped
 def statistics(monkeypatch):
     """Simulate a device with statistics: 1000 bytes more in each epoch."""
     peaks = iter(range(1000, 10**6, 1000))
-    monkeypatch.setattr("tflms_sft._keras.peak_watch.reset_peak", lambda tiers=(): next(peaks))
+    monkeypatch.setattr("tflms_sft._keras.peak_watch.reset_peak", lambda tiers, devices: next(peaks))
     monkeypatch.setattr(
-        "tflms_sft._keras.peak_watch.read_peak", lambda in_use, own, tiers: Measurement(in_use, "a test")
+        "tflms_sft._keras.peak_watch.read_peak", lambda in_use, own, tiers, devices: Measurement(in_use, "a test")
     )
 
 

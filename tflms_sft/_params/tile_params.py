@@ -245,7 +245,8 @@ class AutoParams:
         if budget is None:
             total = free_device_memory(devices) + fixed_bytes
             budget = int(AUTO_BUDGET_FRACTION * (total if limit is None else min(total, limit)))
-        return dataclasses.replace(self, memory_budget=budget if limit is None else min(budget, limit))
+        budget = budget if limit is None else min(budget, limit)
+        return self if budget == self.memory_budget else dataclasses.replace(self, memory_budget=budget)
 
     def reduction_note(self, resolved: AutoParams, devices: Sequence[str] = ()) -> str:
         """Return a note for a budget that `resolved` has reduced to the memory of the device; empty for others.
