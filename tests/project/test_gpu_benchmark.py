@@ -102,7 +102,7 @@ def test_copies_of_gpu_trace_are_those_of_streams():
     stats = _stats(
         *EXECUTOR,
         ("/device:GPU:0/stream:13", "conv", "sm90_xmma grid:1,2", 10, 30),
-        ("/device:GPU:0/stream:all", "conv", "sm90_xmma grid:1,2", 10, 30),
+        ("/device:GPU:0/stream:all", "conv", "sm90_xmma grid:1,2", 10, 59),
         ("/device:GPU:0/stream:13<MemcpyD2D>", "pad", "MemcpyD2D size:64", 30, 31),
         ("/device:GPU:0/stream:14<MemcpyD2H>", "swap", "MemcpyD2H kind_src:device kind_dst:pinned size:64", 20, 40),
         ("/device:GPU:0/stream:15<MemcpyH2D>", "swap_in", "MemcpyH2D size:64", 50, 60),
