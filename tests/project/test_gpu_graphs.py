@@ -4,6 +4,9 @@ import json
 
 from benchmarks import gpu, gpu_graphs
 
+CHANGES = {"transposes": [0, 0], "sums": [0, 0], "channels_first": 0, "fused": 0, "swaps": 0}
+LAYOUT = {"default": {**CHANGES, "transposes": [2, 3]}, "rewritten": CHANGES, "failure": ""}
+
 
 def kernels(**changed):
     empty = {"missing": {}, "host_tensors": {}, "copies": {}}
@@ -15,7 +18,14 @@ def test_interrupted_check_of_graphs_goes_on_with_missing_steps(monkeypatch, tmp
 
     def run(case):
         names.append(case.name)
-        return {"failed": "no plan"} if case.plan == "strips" else {"kernels": kernels(missing={"Split int32": 2})}
+        return (
+            {"failed": "no plan"}
+            if case.plan == "strips"
+            else {
+                "kernels": kernels(missing={"Split int32": 2}),
+                "layout": LAYOUT,
+            }
+        )
 
     monkeypatch.setattr(gpu_graphs, "run", run)
     path = tmp_path / "graphs.json"
