@@ -11,7 +11,7 @@ that are missing. Checks plan concurrently; a lock gives the device to one check
 - `overlap`: at least half of the time of swaps is hidden behind computation.
 - `equal`: 12 networks in float32 with TF32 off, and within a wider tolerance with TF32 on; 10 networks in float64:
   tiles, and swaps to host memory. A difference may be three times that caused by rounding the input.
-- `peak`: predicted peaks of the original step and of a plan for half of it, within 15 % of the allocator's statistics,
+- `peak`: predicted peaks of the original step and of a plan for half of it, within 15 % of the median of five runs,
   as TensorFlow is by default; the same without TF32, without TensorFlow's layout optimizer, and with limited workspaces
   of cuDNN.
 - `memory`: running out of memory inside of a loop raises `ResourceExhaustedError`.
