@@ -92,14 +92,13 @@ def table(cases: Sequence[Case], plans: dict[str, dict[str, Any]]) -> str:
     for case in cases:
         with_tf32, without = (plans[_key(case, tf32)] for tf32 in (True, False))
         sizes = (without[name] for name in ("budget_bytes", "original_peak_bytes", "peak_bytes"))
-        has_tf32 = "tf32" in CARDS[case.card].tensor_cores
         lines.append(
             [
                 case.network,
                 f"{case.image_size} px",
                 case.card,
                 *(f"{size / 2**30:.3g} GiB" for size in sizes),
-                f"{with_tf32['seconds']:.1f} s" if has_tf32 else "-",
+                f"{with_tf32['seconds']:.1f} s" if CARDS[case.card].tf32 else "-",
                 f"{without['seconds']:.1f} s",
                 f"{case.seconds:.1f} s",
             ]

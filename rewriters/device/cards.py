@@ -31,8 +31,7 @@ class Card:
         memory_rate: Bytes/s between its memory and its cores.
         host_rate: Bytes/s between its memory and the host, in one direction.
         float32: Floating point operations/s in float32.
-        tensor_cores: Operations/s of its tensor cores without sparsity, by type; `"tf32"` is float32 that is rounded to
-            10 bits.
+        tf32: Operations/s of its tensor cores, without sparsity, on float32 rounded to 10 bits; 0 without such cores.
     """
 
     name: str
@@ -42,7 +41,7 @@ class Card:
     memory_rate: float
     host_rate: float
     float32: float
-    tensor_cores: dict[str, float]
+    tf32: float = 0.0
 
     @property
     def memory_limit(self) -> int:
@@ -65,7 +64,6 @@ CARDS = {
             memory_rate=616e9,
             host_rate=_PCIE_3,
             float32=13.4e12,
-            tensor_cores={"float16": 53.8e12},
         ),
         Card(
             name="rtx3090",
@@ -75,7 +73,7 @@ CARDS = {
             memory_rate=936e9,
             host_rate=_PCIE_4,
             float32=35.6e12,
-            tensor_cores={"tf32": 35.6e12, "float16": 71e12, "bfloat16": 71e12},
+            tf32=35.6e12,
         ),
         Card(
             name="v100-16",
@@ -85,7 +83,6 @@ CARDS = {
             memory_rate=900e9,
             host_rate=_PCIE_3,
             float32=15.7e12,
-            tensor_cores={"float16": 125e12},
         ),
         Card(
             name="a100-40",
@@ -95,7 +92,7 @@ CARDS = {
             memory_rate=1555e9,
             host_rate=_PCIE_4,
             float32=19.5e12,
-            tensor_cores={"tf32": 156e12, "float16": 312e12, "bfloat16": 312e12},
+            tf32=156e12,
         ),
         Card(
             name="h200",
@@ -105,7 +102,7 @@ CARDS = {
             memory_rate=4800e9,
             host_rate=_PCIE_5,
             float32=67e12,
-            tensor_cores={"tf32": 494e12, "float16": 989e12, "bfloat16": 989e12},
+            tf32=494e12,
         ),
     )
 }

@@ -291,9 +291,9 @@ class _Auditor:
     def result(self) -> KernelAudit:
         """Return all findings."""
         copies = []
-        for loop, found in self._copies.items():
-            small = [to_host for tensor, to_host, _ in found if not _is_large(tensor)]
-            large = tuple(_audited(tensor, where) for tensor, _, where in found if _is_large(tensor))
+        for loop, copied in self._copies.items():
+            small = [to_host for tensor, to_host, _ in copied if not _is_large(tensor)]
+            large = tuple(_audited(tensor, where) for tensor, _, where in copied if _is_large(tensor))
             copies.append(Copies(loop, sum(small), len(small) - sum(small), large))
         return KernelAudit(
             self._num_ops,

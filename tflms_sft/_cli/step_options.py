@@ -368,7 +368,7 @@ def _device() -> str:
     card = planned_card()
     if card is None:
         return properties.name()
-    tf32 = "tf32" in card.tensor_cores and tf.config.experimental.tensor_float_32_execution_enabled()
+    tf32 = card.tf32 and tf.config.experimental.tensor_float_32_execution_enabled()
     limit = format_bytes(card.memory_limit)
     return f"{card.title} by its data sheet, {'with' if tf32 else 'without'} TF32, {limit} for TensorFlow"
 
