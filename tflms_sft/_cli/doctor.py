@@ -284,9 +284,8 @@ def _kernels(reports: list[KernelReport]) -> Iterator[Finding]:
         f"{number}; without a GPU kernel: {', '.join(report.missing) or 'none'}",
     )
     copies = ", ".join(report.copies) or "none"
-    yield Finding(
-        FAILED if report.copies else FINE, "GPU copies", f"tensors that tile loops copy to the host: {copies}"
-    )
+    text = f"tensors that tile loops copy between host and GPU: {copies}"
+    yield Finding(FAILED if report.copies else FINE, "GPU copies", text)
 
 
 def _compare_small_step(name: str, params: object) -> Finding:
