@@ -28,8 +28,8 @@ integers. The latter is assumed; without a GPU it takes 1.1e-6 to 1.5e-6."""
 def card_rates(card: Card) -> MachineRates:
     """Return the rates of a card for float32, with tensor cores if it has them for float32 and TensorFlow may use them.
 
-    The fractions are fitted to steps on an H200: original steps of VGG-16 and ResNet-50 take 0.9 to 1.1 times as long,
-    one of a slim 3-D U-Net 1.6 times.
+    The fractions are fitted to original steps on an H200 (docs/benchmarks/gpu.md): three of networks of images take 0.9
+    to 1.1 times as long, one of a network of volumes 1.6 times.
     """
     flops = FLOAT32_FRACTION * card.float32
     if tf.config.experimental.tensor_float_32_execution_enabled():
