@@ -8,6 +8,8 @@ Network Training by Reducing Internal Covariate Shift", 2015, section 3.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -118,7 +120,8 @@ class _ImageFormat:
 
     def number(self, x: Any) -> Any:
         """Return the number of pixels of all images."""
-        return tf.cast(tf.reduce_prod(tf.gather(tf.shape(x), self.axes)), self.sums)
+        shape = tf.shape(x)
+        return tf.cast(functools.reduce(operator.mul, [shape[axis] for axis in self.axes]), self.sums)
 
     def averaged(self, new: Any, old: Any) -> Any:
         """Return the moving average, or the new value if the op keeps none."""

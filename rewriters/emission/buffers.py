@@ -17,6 +17,9 @@ from rewriters.ir import tf_internals
 
 __all__: list[str] = []
 
+NOT_FOLDED = "_tpu_not_folded"
+"""Attribute of constants that TensorFlow does not replace."""
+
 Span = tuple[Any, Any] | None
 """Begin and size along one dimension, integers or scalar tensors; `None` for the full dimension."""
 
@@ -49,12 +52,15 @@ def empty_buffer(shape: Any, dtype: tf.DType, zero: bool) -> Any:
 def host_scalar(value: Any, dtype: tf.DType) -> Any:
     """Return a constant for an operand that kernels read in host memory; 0 may have any type.
 
-    A GPU holds the values of `Const` in its own memory, from which TensorFlow would copy them in each iteration.
+    A GPU holds the values of `Const` in its own memory, from which TensorFlow would copy them in each iteration. In a
+    loop TensorFlow's constant folding would replace `HostConst` by `Const`, unless the op has attributes of a TPU
+    (tensorflow/core/grappler/optimizers/constant_folding.cc).
     """
     constant = tf.constant(value, dtype) if value else tf.zeros([], dtype)
     if not properties.name().startswith("GPU"):
         return constant
-    (result,) = tf_internals.create_op("HostConst", [], [dtype], constant.op.node_def.attr, "constant", "")
+    attrs = {**constant.op.node_def.attr, NOT_FOLDED: tf.compat.v1.AttrValue(b=True)}
+    (result,) = tf_internals.create_op("HostConst", [], [dtype], attrs, "constant", "")
     return result
 
 

@@ -6,7 +6,9 @@ turns their final values into tensors.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -259,7 +261,8 @@ class MergedMoments:
         image = tf.cast(iteration.fit(self._moments.image, self._cell, 0.0), count.dtype)
         axes = list(self._moments.axes)
         shape = tf.shape(image)
-        tile_count = tf.cast(tf.reduce_prod([shape[axis] for axis in axes]), count.dtype)
+        # On a GPU, `Prod` would compute it in the memory of the GPU, the products of scalars on the host.
+        tile_count = tf.cast(functools.reduce(operator.mul, [shape[axis] for axis in axes]), count.dtype)
         tile_mean = tf.reduce_mean(image, axes, keepdims=True)
         differences = tf.math.squared_difference(image, tile_mean)
         if self._alone:

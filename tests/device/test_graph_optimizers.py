@@ -13,6 +13,7 @@ import tflms_sft
 from benchmarks import _graph_optimizers as optimizers
 from rewriters.device import gpu_kernels
 from rewriters.device.cards import CARDS, planning_for
+from rewriters.emission import buffers
 
 CARD = CARDS["a100-40"]
 SIZE, BATCH = 32, 2
@@ -163,6 +164,24 @@ def test_by_default_tensorflow_would_change_sums_in_loops():
     graph = after("tiles with statistics", off)
     assert optimizers.optimizer_figures(graph)["sums"][1] > 0
     assert optimizers.largest_constant(graph) > TILE_ROW_BYTES
+
+
+def padding_values(graph):
+    """Return how many paddings have a value from each op type."""
+    ops = {node.name: node.op for node in graph.graph_def.node}
+    return collections.Counter(ops[node.input[2]] for node in graph.graph_def.node if node.op == "PadV2")
+
+
+@pytest.mark.parametrize("name", ["tiles", "strips that carry rows"])
+def test_values_of_paddings_stay_on_the_host(name):
+    assert set(padding_values(after(name))) == {"HostConst"}
+
+
+def test_constants_on_the_host_would_be_folded():
+    graph = optimizers.placed(rewritten("tiles").concrete_function)
+    for node in graph.graph_def.node:
+        node.attr.pop(buffers.NOT_FOLDED, None)
+    assert padding_values(optimizers.optimized(graph, CARD, gpu_kernels.SWITCHED_OFF))["Const"] > 0
 
 
 @each_step
