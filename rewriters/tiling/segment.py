@@ -22,10 +22,13 @@ from rewriters.analysis.graph_analysis import GraphAnalysis, check_forward, forw
 from rewriters.device.kernel_scratch import is_conv_or_pool_grad
 from rewriters.errors import NotTileableError
 from rewriters.ir.graph import Node, Tensor, ancestors, nodes_between
+from rewriters.ir.op_traits import Trait, ops_with
 from rewriters.rules.registry import TileKind, find_rule
 from rewriters.tiling.checkpoint_selection import LoopSpec
 
 __all__: list[str] = []
+
+_VARIABLE_READS = ops_with(Trait.READS_VARIABLE)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -44,6 +47,7 @@ class Segment:
         reductions: Reductions over the image that it computes (weight gradients).
         invariants: Tensors that every tile reads in full.
         stored: Forward tensors that are stored in full size instead of recomputed.
+        fused: Whether one loop runs all ops, so that an iteration recomputes nothing but halos.
         notes: Notes for the user.
         loop_specs: With barriers, the loops in the order in which they run. All kinds are `FULL` or `INVARIANT` then.
         checkpoint_set: With barriers, the numbers of the family and of the set of checkpoints, by which a stored plan
@@ -61,6 +65,7 @@ class Segment:
     reductions: list[Tensor]
     invariants: list[Tensor]
     stored: frozenset[Tensor] = frozenset()
+    fused: bool = False
     notes: list[str] = dataclasses.field(default_factory=list)
     loop_specs: list[LoopSpec] = dataclasses.field(default_factory=list)
     checkpoint_set: tuple[int, int] | None = None
@@ -68,7 +73,43 @@ class Segment:
     @property
     def available(self) -> set[Tensor]:
         """Forward tensors that exist in full size when the backward loop runs."""
-        return {*self.entries, *self.exits, *self.stored}
+        return set(self.entries) if self.fused else {*self.entries, *self.exits, *self.stored}
+
+
+def fused(analysis: GraphAnalysis, segment: Segment, excluded: set[Node]) -> Segment | None:
+    """Return a segment with one loop for its forward and its backward ops; `None` if there is none.
+
+    The incoming gradients must not depend on its results. This is true of a mean or a sum over pixels, such as a loss
+    without a network after it: the gradient of each pixel does not depend on the values of others. A mean over the
+    pixels that a mask selects divides by their number, so that the ops of the mask stay outside of the segment.
+
+    Args:
+        analysis: Analysis of the graph.
+        segment: The segment with two loops.
+        excluded: As in `build_segment`.
+    """
+    if not segment.backward or not segment.exits or segment.loop_specs:
+        return None
+    between = _between(analysis, segment)
+    if between:
+        forward = set(segment.forward)
+        sources = ancestors(between)
+        if any(node.op in _VARIABLE_READS for node in sources) or forward <= sources:
+            return None
+        try:
+            segment = build_segment(analysis, segment.name, forward - sources, excluded)
+        except NotTileableError:
+            return None
+        if _between(analysis, segment):
+            return None
+    return dataclasses.replace(segment, fused=True)
+
+
+def _between(analysis: GraphAnalysis, segment: Segment) -> set[Node]:
+    """Return the ops outside through which backward ops of a segment depend on its results."""
+    nodes = {*segment.forward, *segment.backward}
+    between = nodes_between(nodes, analysis.successors, analysis.position)
+    return {node for node in between if not reads_shape_only(node) and node.op != "Const"}
 
 
 def forward_ops(analysis: GraphAnalysis, entries: Iterable[Tensor], exits: Iterable[Tensor]) -> set[Node]:

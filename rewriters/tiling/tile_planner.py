@@ -264,11 +264,13 @@ class TilePlanner(RowDemand):
         self.segment = segment
 
     def tile_loops(self, grid: Grid, backward_grid: Grid) -> list[TileLoop]:
-        """Plan the forward loop and the backward loop, which recomputes forward values.
+        """Plan the forward loop and the backward loop, which recomputes forward values, or the only loop of both.
 
         The plan has no forward loop if no op outside of the segment reads its exits, as with a loss that the step
         does not return. It has no backward loop if the segment has no backward ops.
         """
+        if self.segment.fused:
+            return [self.fused(backward_grid)]
         loops = [self.forward(grid)] if self.segment.exits or self.segment.stored else []
         if self.segment.backward:
             loops.append(self.backward(backward_grid))
@@ -324,14 +326,28 @@ class TilePlanner(RowDemand):
         """Plan the loop that computes gradients from the incoming ones, and recomputes the forward values it reads."""
         return self.backward_loop(grid, *self.backward_rows(grid))
 
-    def backward_rows(self, grid: Grid) -> tuple[dict[Tensor, Region], dict[Node, tuple[AxisPlan, ...]]]:
-        """Return the regions of the tensors and the plans of the ops of the backward loop."""
+    def fused(self, grid: Grid) -> TileLoop:
+        """Plan the loop that computes exits, and gradients from the incoming ones."""
+        cells = {tensor: self.cells_of(tensor, grid) for tensor in self.segment.exits}
+        loop = self.backward_loop(grid, *self.backward_rows(grid, cells))
+        replaces = [*self.segment.forward, *self.segment.backward]
+        return dataclasses.replace(loop, writes=list(cells), cells=cells, replaces=replaces)
+
+    def backward_rows(
+        self, grid: Grid, written: Mapping[Tensor, Region] | None = None
+    ) -> tuple[dict[Tensor, Region], dict[Node, tuple[AxisPlan, ...]]]:
+        """Return the regions of the tensors and the plans of the ops of the backward loop.
+
+        Args:
+            grid: Numbers of tiles.
+            written: Rows of forward tensors that an iteration computes in any case.
+        """
         segment = self.segment
         gradients = [n for n in segment.backward if segment.kinds[n.out()] is not TileKind.FULL]
         derived = [n for n in segment.backward if segment.kinds[n.out()] is TileKind.FULL]
         cells = {tensor: self.cells_of(tensor, grid) for tensor in segment.grad_entries}
         regions, plans = self._support(gradients, cells, grid)
-        demand: dict[Tensor, Region] = {}
+        demand = dict(written or {})
         for node in gradients:
             self.demand_operands(node, plans[node], demand)
         full, full_plans = self.operand_rows_for_result([*segment.forward, *derived], demand, segment.available, grid)

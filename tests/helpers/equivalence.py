@@ -113,8 +113,13 @@ def plan(analysis: GraphAnalysis, cuts: Sequence[Cut]) -> list[tile_pass.Segment
 
 def rewrite(concrete_fn: Any, *cuts: Cut) -> Rewritten:
     """The step with the cuts as tile loops."""
+    return rewrite_as(concrete_fn, lambda analysis: plan(analysis, cuts))
+
+
+def rewrite_as(concrete_fn: Any, planned: Callable[[GraphAnalysis], list[tile_pass.SegmentPlan]]) -> Rewritten:
+    """The step with the planned segments as tile loops."""
     analysis = GraphAnalysis(canonicalize.read_canonical(concrete_fn))
-    plans = plan(analysis, cuts)
+    plans = planned(analysis)
     graph = tile_pass.tile_segments(analysis, plans)
     importer = StepImporter(graph, concrete_fn)
     specs = [tf.TensorSpec(t.shape, t.dtype) for t in concrete_fn.inputs[: importer.num_arguments]]
@@ -128,6 +133,11 @@ def differing(step: Step, *cuts: Cut, tolerance: float = TOLERANCE, needs_backwa
     for segment in rewritten.segments:
         if needs_backward and not segment.backward:
             raise AssertionError(f"{segment.name} has no backward loop, so that a comparison would show little")
+    return differences(step, rewritten, tolerance)
+
+
+def differences(step: Step, rewritten: Rewritten, tolerance: float = TOLERANCE) -> dict[str, float]:
+    """Return the results that differ in a rewritten step, with their errors."""
     want, got = step.run(step.concrete_fn), step.run(rewritten.function)
     if list(want) != list(got):
         return {name: float("inf") for name in set(want) ^ set(got)}
@@ -169,11 +179,13 @@ def keras_step(
 
 
 def model_step(model: Any, batches: Any, known_batch: bool, compile_args: dict[str, Any]) -> Step:
-    """`train_step` of a compiled model, traced once. The model's inputs come first in a batch, one by one."""
+    """`train_step` of a compiled model, traced once. A batch has the model's inputs, then a target for each output."""
 
     def packed(data: Any) -> Any:
-        number = len(model.inputs)
-        return data if number == 1 else (list(data[:number]), *data[number:])
+        number, end = len(model.inputs), len(model.inputs) + len(model.outputs)
+        inputs = data[0] if number == 1 else list(data[:number])
+        targets = data[number:end] if end == number + 1 else (list(data[number:end]),)
+        return (inputs, *targets, *data[end:])
 
     model.compile(**compile_args)
     model.optimizer.build(model.trainable_variables)

@@ -22,7 +22,7 @@ from rewriters.estimates.op_cost import CostModel, sum_in_order
 from rewriters.ir.graph import Node, Tensor
 from rewriters.tiling.barrier_planner import LatestPlans
 from rewriters.tiling.checkpoint_selection import LoopSpec
-from rewriters.tiling.segment import Segment
+from rewriters.tiling.segment import Segment, fused
 from rewriters.tiling.tile_planner import Grid, Halo, TileLoop
 from tflms_sft._planner.block_search import BlockChoice
 from tflms_sft._planner.tile_grids import auto_grids, coarsest_fitting, fastest, thinned
@@ -240,7 +240,7 @@ class EstimateCache:
 def tilings(
     traced: TracedStep, segment: Segment, blocks: tuple[int, int], estimates: EstimateCache
 ) -> list[SegmentTilings]:
-    """Return the tilings of a segment for each way to get halos.
+    """Return the tilings of a segment: in one loop if possible, and for each way to get halos.
 
     Args:
         traced: The step.
@@ -248,14 +248,17 @@ def tilings(
         blocks: First position in its component, and one past the last.
         estimates: Estimates of such segments, which this one adds to.
     """
-    key = segment_signature(traced.analysis, segment)
-    candidates = estimates.candidates(traced, key, segment)
-    return [
-        SegmentTilings(
-            traced, segment, blocks=blocks, halo=halo, candidates=candidates, estimates=estimates.tilings((key, halo))
-        )
-        for halo in Halo
-    ]
+    ways = [(segment, halo) for halo in Halo]
+    in_one_loop = fused(traced.analysis, segment, set())
+    if in_one_loop is not None:
+        ways.insert(0, (in_one_loop, Halo.RECOMPUTE))
+    result = []
+    for one, halo in ways:
+        key = segment_signature(traced.analysis, one)
+        candidates = estimates.candidates(traced, key, one)
+        known = estimates.tilings((key, halo))
+        result.append(SegmentTilings(traced, one, blocks=blocks, halo=halo, candidates=candidates, estimates=known))
+    return result
 
 
 class SegmentTilings:
@@ -279,6 +282,7 @@ class SegmentTilings:
         self._traced = traced
         self._blocks = blocks
         self._halo = halo
+        self._fused = segment.fused
         self._planner = planner_for(traced.analysis, segment, halo)
         self._grids = thinned(auto_grids(traced.analysis, segment, batch, halo is Halo.CARRY), GRID_GROWTH)
         self._exit_bytes = sum(tensor.num_bytes(batch) for tensor in segment.exits)
@@ -351,6 +355,7 @@ class SegmentTilings:
                 grid=grid,
                 forward_grid=_coarser(grid, estimate.coarsening),
                 halo=self._halo,
+                fused=self._fused,
                 saved_bytes=self._exit_bytes + math.ceil(estimate.saved_bytes),
                 working_bytes=math.ceil(estimate.iteration_bytes) + self._gradient_bytes,
                 seconds=estimate.seconds,
@@ -411,6 +416,8 @@ def _coarser(grid: Grid, ratio: int) -> Grid:
 
 def _checkpoint_candidates(traced: TracedStep, segment: Segment) -> list[CheckpointCandidate]:
     """Return inner tensors to checkpoint, greedily by the time that they save for their size, in one tile."""
+    if segment.fused:
+        return []
     analysis, batch = traced.analysis, traced.batch
     grid = auto_grids(analysis, segment, batch)[0]
     backward = planner_for(analysis, segment, Halo.RECOMPUTE).tile_loops(grid, grid)[-1]

@@ -120,7 +120,7 @@ def describe_segment(
         names: Layer names of tensors.
     """
     analysis, batch, segment = costs.analysis, costs.batch, plan.segment
-    forward, backward = (_finest(plan, is_backward) for is_backward in (False, True))
+    forward, backward = (_finest(plan, is_backward) for is_backward in (segment.fused, True))
 
     def shown(tensors: Sequence[Tensor]) -> tuple[str, ...]:
         return tuple(names.get(t, t.name) for t in tensors)
@@ -136,12 +136,13 @@ def describe_segment(
         backward_ops=len(segment.backward),
         tile_bytes=tuple(
             max(memory.peak_bytes(tile_loop, batch) for tile_loop in plan.loops if tile_loop.backward == is_backward)
-            for is_backward, loop in ((False, forward), (True, backward))
-            if loop is not None
+            for is_backward in (False, True)
+            if _finest(plan, is_backward) is not None
         ),
         tile_rows=_tile_rows(plan, forward or plan.loops[0]),
         notes=(*segment.notes, *_unused_batch_tiles(plan, batch)),
         num_loops=len(plan.loops),
+        fused=segment.fused,
         kept=shown(_saved_tensors(plan)),
         halo=plan.halo.value,
         saved_bytes=_saved_bytes(plan, batch),
@@ -194,7 +195,7 @@ def _tile_rows(plan: SegmentPlan, tile_loop: TileLoop) -> tuple[tuple[int, ...],
     if segment.loop_specs:
         ends, begins = [*tile_loop.cells], [t for t in tile_loop.reads if t in tile_loop.regions]
     else:
-        ends, begins = (segment.grad_entries if tile_loop.backward else tile_loop.writes), segment.entries
+        ends, begins = tile_loop.writes or segment.grad_entries, segment.entries
 
     def rows(tensors: Sequence[Tensor]) -> tuple[int, ...]:
         if not tensors:

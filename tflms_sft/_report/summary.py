@@ -94,6 +94,8 @@ def decision(segment: PlannedSegment) -> str:
     counts = [math.prod(loop) for loop in (segment.num_tiles, segment.backward_num_tiles) if loop]
     if segment.kept or segment.num_loops > len(counts):
         text = f"{segment.num_loops} loops between barriers"
+    elif segment.fused:
+        text = "forward and backward in one loop"
     elif max(counts) == 1:
         text = "recompute"
     elif not segment.backward_num_tiles:
@@ -176,9 +178,10 @@ def transient_memory(transient: Sequence[tuple[str, int]]) -> list[tuple[str, in
 def segment_lines(segment: PlannedSegment) -> Iterator[str]:
     """Yield the details of a segment that the table has no column for."""
     has_barriers = segment.kept or segment.num_loops > sum(map(bool, _grids(segment)))
-    loops = [name for name, counts in zip(("forward", "backward"), _grids(segment), strict=True) if counts]
+    phases = [name for name, counts in zip(("forward", "backward"), _grids(segment), strict=True) if counts]
+    loops = [""] if segment.fused else [f" {phase}" for phase in phases]
     sizes = zip(segment.tile_bytes, loops, strict=True)
-    memory = "takes " + ", ".join(f"{format_bytes(size)} {name}" for size, name in sizes)
+    memory = "takes " + ", ".join(f"{format_bytes(size)}{name}" for size, name in sizes)
     rows, in_rows = ("x".join(map(str, size)) for size in segment.tile_rows)
     end = "exit" if segment.num_tiles else "gradient"
     tile = "" if has_barriers else f"reads {in_rows} of the entry, writes {rows} of the {end} and "

@@ -1,0 +1,163 @@
+"""Forward and backward ops of networks with a loss per pixel in one tile loop: three steps equal the original."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from equivalence import differences, model_step, rewrite_as
+from keras import layers, losses
+from nets import conv
+
+import tflms_sft
+from rewriters.analysis.graph_analysis import GraphAnalysis
+from rewriters.canonicalize import canonicalize
+from rewriters.emission import tile_pass
+from rewriters.tiling.ft_segments import auto_segments
+from rewriters.tiling.segment import fused
+from rewriters.tiling.tile_planner import Grid
+
+SIZE, BATCH, CLASSES, STEPS = (21, 18), 3, 3, 3
+
+
+@pytest.fixture(autouse=True)
+def double_precision():
+    """Losses and metrics compute in the type that is the default when they are made."""
+    keras.config.set_floatx("float64")
+
+
+def scores(image, classes=CLASSES, activation=None):
+    """Return class scores per pixel, of a network with a pool, a shortcut and odd sizes."""
+    first = conv(4)(image)
+    x = layers.MaxPooling2D(2, padding="same")(first)
+    x = layers.UpSampling2D(2)(conv(6, strides=1)(x))
+    x = layers.Cropping2D(((0, SIZE[0] % 2), (0, SIZE[1] % 2)))(x)
+    return layers.Conv2D(classes, 1, activation=activation, name=f"out{classes}")(layers.Concatenate()([x, first]))
+
+
+def net_step(outputs, targets, known_batch=True, batch=BATCH, **arguments):
+    """Return three training steps of a network with some outputs; `targets` draws a batch of labels, and weights."""
+    keras.utils.set_random_seed(0)
+    image = keras.Input((*SIZE, 3), batch_size=batch if known_batch else None)
+    model = keras.Model(image, outputs(image))
+    random = np.random.default_rng(1)
+    batches = [(random.normal(size=(batch, *SIZE, 3)), *targets(random, (batch, *SIZE))) for _ in range(STEPS)]
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    return model_step(model, batches, known_batch, {"optimizer": optimizer, "jit_compile": False, **arguments})
+
+
+def classes_of(random, shape):
+    return (random.integers(CLASSES, size=shape).astype("int32"),)
+
+
+def one_hot(random, shape):
+    return (np.eye(CLASSES)[classes_of(random, shape)[0]],)
+
+
+def binary(random, shape):
+    return (random.integers(2, size=(*shape, 1)).astype("float64"),)
+
+
+def real(random, shape):
+    return (random.normal(size=(*shape, CLASSES)),)
+
+
+def weighted(random, shape):
+    """Draw classes with a weight for each pixel, half of which are zero."""
+    return (*classes_of(random, shape), random.uniform(size=shape) * random.integers(2, size=shape))
+
+
+def sigmoid(image):
+    return scores(image, 1, "sigmoid")
+
+
+def masked(labels, logits):
+    """Return the mean cross-entropy of the pixels that have a label; class 0 stands for none."""
+    loss = tf.nn.sparse_softmax_cross_entropy_with_logits(tf.cast(labels, tf.int32), logits)
+    mask = tf.cast(tf.cast(labels, tf.int32) > 0, loss.dtype)
+    return tf.reduce_sum(loss * mask) / tf.reduce_sum(mask)
+
+
+SPARSE = functools.partial(losses.SparseCategoricalCrossentropy, from_logits=True)
+STEP_OF = {
+    "sparse": lambda **options: net_step(scores, classes_of, loss=SPARSE(), **options),
+    "sum": lambda: net_step(scores, classes_of, loss=SPARSE(reduction="sum")),
+    "ignored class": lambda: net_step(scores, classes_of, loss=SPARSE(ignore_class=1)),
+    "accuracy": lambda: net_step(scores, classes_of, loss=SPARSE(), metrics=["accuracy"]),
+    "weights": lambda: net_step(scores, weighted, loss=SPARSE(), weighted_metrics=["accuracy"]),
+    "masked mean": lambda: net_step(scores, classes_of, loss=masked),
+    "smoothed": lambda: net_step(
+        scores, one_hot, loss=losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.1)
+    ),
+    "focal": lambda: net_step(scores, one_hot, loss=losses.CategoricalFocalCrossentropy(from_logits=True)),
+    "probabilities": lambda: net_step(
+        lambda image: layers.Softmax()(scores(image)), one_hot, loss=losses.CategoricalCrossentropy()
+    ),
+    "binary": lambda: net_step(sigmoid, binary, loss=losses.BinaryCrossentropy(), metrics=["binary_accuracy"]),
+    "binary focal": lambda: net_step(sigmoid, binary, loss=losses.BinaryFocalCrossentropy()),
+    "squares": lambda: net_step(scores, real, loss="mse", metrics=["mae"]),
+    "absolute": lambda: net_step(scores, real, loss="mae"),
+    "huber": lambda: net_step(scores, real, loss=losses.Huber()),
+    "two heads": lambda: net_step(
+        lambda image: [scores(image), sigmoid(image)],
+        lambda random, shape: (*classes_of(random, shape), *binary(random, shape)),
+        loss=[SPARSE(), losses.BinaryCrossentropy()],
+        loss_weights=[1.0, 0.5],
+    ),
+    "unknown batch": lambda: STEP_OF["sparse"](known_batch=False),
+}
+GRIDS = {"tiles": Grid(1, (2, 3)), "images": Grid(BATCH, (1, 1)), "both": Grid(2, (3, 1)), "one": Grid(1, (1, 1))}
+
+
+def one_loop(analysis, grid, must_fuse=True):
+    """Plan the segments of a step, each in one loop."""
+    plans, excluded = [], set()
+    for segment in auto_segments(analysis, None, BATCH, {})[0]:
+        in_one_loop = fused(analysis, segment, excluded)
+        assert in_one_loop is not None or not must_fuse
+        plans.append(tile_pass.plan_segment(analysis, in_one_loop or segment, grid))
+        excluded.update(plans[-1].segment.backward)
+    return plans
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("name", STEP_OF)
+def test_one_loop_equals_the_original(name, grid):
+    step = STEP_OF[name]()
+    rewritten = rewrite_as(step.concrete_fn, lambda analysis: one_loop(analysis, GRIDS[grid]))
+    loops = [node for node in rewritten.graph.nodes.values() if node.op in ("While", "StatelessWhile")]
+    assert len(loops) == len(rewritten.segments) >= 1
+    assert not differences(step, rewritten)
+
+
+def test_a_gradient_that_depends_on_all_pixels_needs_two_loops():
+    step = net_step(sigmoid, binary, loss=losses.Dice())
+    analysis = GraphAnalysis(canonicalize.read_canonical(step.concrete_fn))
+    segments, _ = auto_segments(analysis, None, BATCH, {})
+    assert segments
+    assert not any(fused(analysis, segment, set()) for segment in segments)
+
+
+def test_a_loss_that_scales_its_own_gradient_needs_two_loops():
+    """The loss is the logarithm of a mean, whose gradient divides by the mean."""
+
+    def logarithm(labels, logits):
+        return tf.math.log(tf.reduce_mean((tf.cast(labels, logits.dtype)[..., None] - logits) ** 2))
+
+    step = net_step(scores, classes_of, loss=logarithm)
+    analysis = GraphAnalysis(canonicalize.read_canonical(step.concrete_fn))
+    segments, _ = auto_segments(analysis, None, BATCH, {})
+    assert segments
+    assert not any(fused(analysis, segment, set()) for segment in segments)
+    rewritten = rewrite_as(step.concrete_fn, lambda analysis: one_loop(analysis, GRIDS["tiles"], must_fuse=False))
+    assert not differences(step, rewritten)
+
+
+def test_a_budget_uses_one_loop():
+    step = STEP_OF["accuracy"]()
+    unlimited = tflms_sft.rewrite(step.function, tflms_sft.AutoParams("1GiB"), *step.specs)
+    budget = int(0.6 * unlimited.plan.original.peak_bytes)
+    plan = tflms_sft.rewrite(step.function, tflms_sft.AutoParams(budget), *step.specs).plan
+    assert any(segment.fused for segment in plan.segments)
+    assert "forward and backward in one loop" in str(plan)
