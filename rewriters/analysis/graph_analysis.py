@@ -96,16 +96,21 @@ class GraphAnalysis:
         return self._layouts
 
     def _find_layouts(self, layouts: Layouts) -> None:
-        anchors, links = [], []
-        for node in self.order:
-            try:
-                rule, view = find_rule(node), self.view(node)
-                anchors += rule.anchors(view)
-                links += rule.links(view)
-            except NotTileableError:
-                continue  # The node is not tiled.
-        outputs = (node.out(index) for node in self.order for index in range(len(node.outputs)))
-        layouts.find(anchors, links, outputs)
+        # In a gradient of attention, the axis of queries and that of keys are alike; forward, keys are the channels.
+        for phase in (False, True):
+            anchors, links = [], []
+            nodes = [node for node in self.order if (node in self.backward) == phase]
+            for node in nodes:
+                try:
+                    rule, view = find_rule(node), self.view(node)
+                    anchors += rule.anchors(view)
+                    links += rule.links(view)
+                except NotTileableError:
+                    continue  # The node is not tiled.
+            outputs = [node.out(index) for node in nodes for index in range(len(node.outputs))]
+            # Tensors with three dimensions that depend on no data are mostly weights.
+            images = (t for t in outputs if t.node in self.data or len(t.shape or ()) != 3)
+            layouts.find(anchors, links, images)
 
     def view(self, node: Node) -> OpView:
         """Return a node in the form that rules read."""

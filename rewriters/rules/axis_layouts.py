@@ -91,24 +91,27 @@ class Layouts:
         return [axis for axis in range(axes) if any(known[axis] is None for known in dims)]
 
     def find(self, anchors: Iterable[Anchor], links: Iterable[AxisMap], tensors: Iterable[Tensor]) -> None:
-        """Propagate layouts.
+        """Propagate layouts, those of earlier calls too, which stay as they are.
 
         Args:
             anchors: Known layouts; of two for a tensor the first counts.
             links: Axis maps along which layouts are propagated.
-            tensors: Tensors with four or five dimensions that no anchor reaches are assumed to be images with channels
-                last.
+            tensors: Tensors that no anchor reaches: those with three dimensions are assumed to be sequences, then those
+                with more to be images with channels last.
         """
         for link in links:
             self._links.setdefault(link.source, []).append(link)
             self._links.setdefault(link.target, []).append(link.reversed())
-        first: dict[Tensor, Layout] = {}
+        first = dict(self._layouts)
         for tensor, dims in anchors:
             first.setdefault(tensor, Layout(dims))
         self._spread(first)
-        for tensor in tensors:
-            if tensor not in self._layouts and tensor.shape is not None and len(tensor.shape) in (4, 5):
-                self._spread({tensor: Layout(tuple(range(1, len(tensor.shape) - 1)))})
+        axes = max((len(layout.dims) for layout in self._layouts.values()), default=2)
+        ranked = [(len(tensor.shape), tensor) for tensor in tensors if tensor.shape is not None]
+        for rank, tensor in (*(item for item in ranked if item[0] == 3), *(item for item in ranked if item[0] != 3)):
+            if tensor not in self._layouts and rank in (3, 4, 5):
+                dims = (*[None] * (axes - 1), 1) if rank == 3 else tuple(range(1, rank - 1))
+                self._spread({tensor: Layout(dims)})
         self._count_entries()
 
     def _spread(self, new: Mapping[Tensor, Layout]) -> None:

@@ -14,7 +14,7 @@ from rewriters.errors import NotTileableError
 from rewriters.ir.graph import PER_PIXEL, Tensor
 from rewriters.rules.axis_layouts import AxisMap
 from rewriters.rules.elementwise import Pointwise
-from rewriters.rules.intervals import Interval, hull_of
+from rewriters.rules.intervals import Interval, hull_of, whole
 from rewriters.rules.registry import AxisPlan, Emitter, OpView, Rule, TileKind, tiling_rule
 
 __all__: list[str] = []
@@ -47,7 +47,14 @@ def run_per_pixel(op: str, features: Any, labels: Any) -> list[Any]:
 
 @tiling_rule("Einsum")
 class Einsum(Rule):
-    """Per pixel if all axes stay; a reduction over the image if all of them disappear. Attention is neither."""
+    """Product of images, or of images and matrices, by the letters of the batch and of the axes.
+
+    - If the result has the axes of some operands, it is computed per pixel. Between barriers, an operand with other axes
+      is read whole in each tile: the keys and values of attention for tiles of queries.
+    - If neither batch nor axes are left, it is a reduction over the image, such as the gradient of a matrix.
+    - If the batch is left, and none of the axes, it is a reduction with a result per image. The gradient of keys is one:
+      it has the axes of keys, and is a sum over queries.
+    """
 
     def labels(self, op: OpView) -> list[str]:
         """Return one letter per dimension of the operands, then of the result, without an ellipsis."""
@@ -86,6 +93,7 @@ class Einsum(Rule):
         target, letters = op.node.out(), out
         if self._sums(op):
             target, letters = op.node.inputs[0], operands[0]
+        images = images if self._sums(op) else self._linked(operands, out, images)
         pairs = [(op.node.inputs[p], operands[p]) for p in images if op.node.inputs[p] != target]
         return [
             AxisMap(
@@ -94,6 +102,48 @@ class Einsum(Rule):
             for tensor, labels in pairs
             if labels[0] == letters[0]
         ]
+
+    def _linked(self, operands: Sequence[str], out: str, images: Sequence[int]) -> list[int]:
+        """Return the operands whose axes may be those of the result.
+
+        If several operands have a dimension of the result to themselves, its last one is a channel: the scores of
+        attention are normalised over the keys.
+        """
+        shared = {p: "".join(operands[q] for q in images if q != p) for p in images}
+        alone = {p for p in images if any(letter in out and letter not in shared[p] for letter in operands[p])}
+        is_channel = {p for p in alone if out[-1] in operands[p] and out[-1] not in shared[p]}
+        return [p for p in images if len(alone) < 2 or p not in is_channel]
+
+    def read_whole(self, op: OpView) -> list[int]:
+        """Return the operands with other axes than the result, and the same batch; none if all have other axes."""
+        *operands, out = self.labels(op)
+        images = self._images(op)
+        if self._sums(op) or op.layouts.of(op.node.out()) is None:
+            return []
+        place = self._place_of_result(op, out)
+        others = [p for p in images if self._axes(self._places(op, operands[p], p)) != self._axes(place)]
+        return others if len(others) < len(images) else []
+
+    def _place_of_result(self, op: OpView, out: str) -> list[str | None]:
+        return [out[0], *(None if dim is None else out[dim] for dim in op.layout(op.node.out()).dims)]
+
+    @staticmethod
+    def _axes(place: Sequence[str | None]) -> set[str]:
+        return {letter for letter in place[1:] if letter is not None}
+
+    def _reduces_per_image(self, op: OpView) -> bool:
+        """Return whether the batch is left, and none of the axes of the operands, which are equal."""
+        *operands, out = self.labels(op)
+        images = self._images(op)
+        if self._sums(op) or not images or len(images) < len(operands):
+            return False
+        places = [self._places(op, operands[p], p) for p in images]
+        axes = self._axes(places[0])
+        return bool(axes) and all(place == places[0] for place in places) and axes.isdisjoint(out)
+
+    def per_image(self, op: OpView) -> bool:
+        """Return whether a reduction has a result per image."""
+        return not self._sums(op)
 
     def _places(self, op: OpView, letters: str, position: int) -> list[str | None]:
         """Return the letters of the batch and of every axis."""
@@ -106,9 +156,11 @@ class Einsum(Rule):
         assert tensor.shape is not None
         return [tensor.shape[0] == 1, *(op.extent(tensor, axis) for axis in op.axes(tensor))]
 
-    def _check(self, op: OpView, kinds: Sequence[TileKind]) -> None:
+    def _check(self, op: OpView, kinds: Sequence[TileKind], whole: Sequence[int] = ()) -> None:
         *operands, out = self.labels(op)
-        images = self._images(op)
+        images = [position for position in self._images(op) if position not in whole]
+        if any(kinds[position] is not TileKind.FULL for position in whole):
+            raise NotTileableError("attention to a tensor that is the same for all images")
         places = [self._places(op, operands[position], position) for position in images]
         if not images or any(kinds[position] is TileKind.INVARIANT for position in images):
             raise NotTileableError("an Einsum of operands that are the same for all tiles")
@@ -119,7 +171,10 @@ class Einsum(Rule):
             raise NotTileableError("an Einsum that broadcasts one image over another")
         moved = {letter for letter in places[0] if letter is not None}
         for position, letters in enumerate(operands):
-            if position not in images and (kinds[position] is not TileKind.INVARIANT or moved.intersection(letters)):
+            if position in images:
+                continue
+            shared = moved & set(letters) - {operands[images[0]][0]} if position in whole else moved & set(letters)
+            if shared or (position not in whole and kinds[position] is not TileKind.INVARIANT):
                 raise NotTileableError("an Einsum over the axes of an image, such as attention")
         if self._sums(op):
             if moved.intersection(out):
@@ -145,16 +200,23 @@ class Einsum(Rule):
 
     def result_kind_gathered(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """Return the kind of the result if all operands are true values."""
-        self._check(op, kinds)
+        if self._reduces_per_image(op):
+            if any(kind is not TileKind.FULL for kind in kinds):
+                raise NotTileableError("an Einsum of operands that are the same for all tiles")
+            return TileKind.REDUCED
+        self._check(op, kinds, self.read_whole(op))
         return TileKind.REDUCED if self._sums(op) else TileKind.FULL
 
-    def _rows(self, op: OpView, rows: Interval) -> list[Interval | None]:
-        images = self._images(op)
-        return [rows if position in images else None for position in range(len(op.node.inputs))]
+    def _rows(self, op: OpView, axis: int, rows: Interval) -> list[Interval | None]:
+        images, read_whole = self._images(op), self.read_whole(op)
+        needs: list[Interval | None] = [rows if p in images else None for p in range(len(op.node.inputs))]
+        for position in read_whole:
+            needs[position] = whole(op.extent(op.node.inputs[position], axis), len(rows.lo))
+        return needs
 
     def operand_rows_for_result(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
-        """Require rows `out` of every image."""
-        return AxisPlan(out, out, self._rows(op, out))
+        """Require rows `out` of every image with the axes of the result, and all rows of the others."""
+        return AxisPlan(out, out, self._rows(op, axis, out))
 
     def summed(self, op: OpView) -> int:
         """Return the first image; any operand serves."""
@@ -162,20 +224,21 @@ class Einsum(Rule):
 
     def operand_rows_for_reduction(self, op: OpView, axis: int, cell: Interval) -> AxisPlan:
         """Require the rows of the cell from all images."""
-        return AxisPlan(None, None, self._rows(op, cell))
+        return AxisPlan(None, None, self._rows(op, axis, cell))
 
     def result_rows_from_operands(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
         """Plan for the rows of the gradient."""
         rows = hull_of([part for part in parts if part is not None])
         rows = rows.clip(op.extent(op.node.inputs[self._images(op)[0]], axis))
         out = None if self._sums(op) else rows
-        return AxisPlan(out, out, self._rows(op, rows))
+        return AxisPlan(out, out, self._rows(op, axis, rows))
 
     def weights(self, op: OpView) -> list[Tensor]:
-        """Return the operands that are not images."""
-        images = self._images(op)
+        """Return the operands that each iteration reads in full, and the result of a reduction."""
+        images = set(self._images(op)) - set(self.read_whole(op))
         image_operands = [tensor for position, tensor in enumerate(op.node.inputs) if position not in images]
-        return [*image_operands, op.node.out()] if self._sums(op) else image_operands
+        is_reduced = self._sums(op) or self._reduces_per_image(op)
+        return [*image_operands, op.node.out()] if is_reduced else image_operands
 
     def flops(self, op: OpView, batch: int) -> float:
         """Return two operations per combination of letters; 0 if a size is unknown."""

@@ -200,6 +200,11 @@ class Rule:
         """Return the positions of the operands that may hold images."""
         return list(range(len(op.node.inputs)))
 
+    def read_whole(self, op: OpView) -> list[int]:
+        """Return the positions of the images of which each tile reads all rows, as the keys of attention."""
+        del op
+        return []
+
     def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """Return the kind of the outputs for operands of these kinds.
 

@@ -7,6 +7,9 @@ for all tiles. Every op is of one of three sorts:
 - *reduction* (`sums`): it reduces images over all tiled axes (moments, gradients of filters and biases);
 - *outside*: any other op, which runs once, on full-size tensors, between two loops.
 
+A tiled op may also read all rows of an image in each tile, as attention reads keys and values. The image is a barrier,
+too: its loop has to end first.
+
 The level of an op is the number of loops that have to end before it can run. Ops of one level share a loop. Forward and
 backward ops are treated alike. A gradient is an image, of which each iteration computes (*gathers*) the rows that it
 needs.
@@ -15,6 +18,7 @@ needs.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Container
 from typing import Any
 
@@ -76,6 +80,11 @@ class BarrierLevels:
         if node not in self._operands:
             self._operands[node] = self._read_images(node)
         return self._operands[node]
+
+    @functools.cached_property
+    def read_whole(self) -> set[Tensor]:
+        """Images of which some tile reads all rows."""
+        return {tensor for node in self.tiled for tensor in _read_whole(self.analysis, node)}
 
     def _read_images(self, node: Node) -> list[Tensor]:
         if node in self.moments:
@@ -146,7 +155,7 @@ class _KindAssigner:
 
     def run(self) -> BarrierLevels:
         for node in self.analysis.order:
-            if node not in self.analysis.data:
+            if node not in self.analysis.data and not self._makes_constant_image(node):
                 continue
             kind = self._kind(node)
             if kind is not None:
@@ -166,10 +175,22 @@ class _KindAssigner:
         tiled = [node for node, kind in self.sort.items() if kind is TileKind.FULL]
         return BarrierLevels(self.analysis, tiled, sums, self.kinds, self._levels(moments), moments, self.refused)
 
+    def _makes_constant_image(self, node: Node) -> bool:
+        """Return whether an op computes an image that depends on no data from smaller operands, such as a mask.
+
+        Tiles compute their rows of it.
+        """
+        has_operands = bool(node.inputs and node.outputs) and node not in self.analysis.backward
+        if not has_operands or not self._is_weight_of_pixels(node.out()):
+            return False
+        if any(tensor.node in self.sort for tensor in node.inputs):
+            return True
+        return node.out().num_bytes() > sum(tensor.num_bytes() for tensor in node.inputs)
+
     def _keeps_rows(self, node: Node) -> bool:
         """Return whether a reduction has a result for each row of each image, which iterations can split."""
         rule, view = find_rule(node), self.analysis.view(node)
-        return rule.per_pixel(view) and rule.per_image(view)
+        return rule.per_image(view) and (rule.per_pixel(view) or _is_spatial(self.analysis, node.out()))
 
     def _kind(self, node: Node) -> TileKind | None:
         """Return `FULL` for a tiled op, `REDUCED` for a reduction, `None` for other ops."""
@@ -203,7 +224,7 @@ class _KindAssigner:
             self._operand(t, node.device) if p in data or self.sort.get(t.node) is TileKind.FULL else TileKind.INVARIANT
             for p, t in enumerate(node.inputs)
         ]
-        if TileKind.FULL in kinds:
+        if TileKind.FULL in kinds or node not in self.analysis.data:
             kinds = [
                 TileKind.FULL if p in data and self._is_image_without_data(t, node.device) else kind
                 for p, (t, kind) in enumerate(zip(node.inputs, kinds, strict=True))
@@ -218,12 +239,12 @@ class _KindAssigner:
     def _is_image_without_data(self, tensor: Tensor, device: str) -> bool:
         """Return whether a tensor that depends on no image has a value for each pixel: a weight, or a gradient.
 
-        The gradient of a sum of scores is an example, with which a gradient of a gradient begins.
+        The gradient of a sum of scores is an example, with which a gradient of a gradient begins; a mask is another one.
         """
         if self._is_weight_of_pixels(tensor):
             return True
-        is_gradient = tensor.node in self.analysis.backward and tensor.node not in self.analysis.data
-        return is_gradient and _is_spatial(self.analysis, tensor) and self._in_batch(tensor, device)
+        is_constant = tensor.node not in self.analysis.data
+        return is_constant and _is_spatial(self.analysis, tensor) and self._in_batch(tensor, device)
 
     def _is_filter(self, node: Node) -> bool:
         """Return whether an untiled op reads the gradient of a filter, or a tensor computed from one."""
@@ -315,6 +336,8 @@ class _KindAssigner:
             is_shape_op = reads_shape_only(node)
             data = [t.node for t in node.inputs if not is_shape_op or self.sort.get(t.node) is None]
             levels = [self._level_after(other, sort, level) for other in (*dict.fromkeys(data), *node.control_inputs)]
+            whole = _read_whole(self.analysis, node) if sort is TileKind.FULL else ()
+            levels += [self._level_after(tensor.node, None, level) for tensor in whole]
             level[node] = max(levels, default=0)
         return level
 
@@ -325,6 +348,11 @@ class _KindAssigner:
             return level[producer]
         same_loop = producer_sort is TileKind.FULL and sort is not None
         return level[producer] + (0 if same_loop else 1)
+
+
+def _read_whole(analysis: GraphAnalysis, node: Node) -> list[Tensor]:
+    """Return the images of which each tile of a tiled op reads all rows."""
+    return [node.inputs[position] for position in find_rule(node).read_whole(analysis.view(node))]
 
 
 def main_images(analysis: GraphAnalysis, device: str | None = None) -> tuple[Any, int]:

@@ -157,7 +157,9 @@ class BarrierPlanner(RowDemand):
 
 
 def has_barriers(analysis: GraphAnalysis, roles: BarrierLevels) -> bool:
-    """Return whether a tiled forward op depends on a reduction over the image."""
+    """Return whether a tiled forward op depends on a reduction over the image, or reads all rows of an image."""
+    if any(node not in analysis.backward and find_rule(node).read_whole(analysis.view(node)) for node in roles.tiled):
+        return True
     sums, tiled = set(roles.sums), set(roles.tiled)
     dependent: set[Node] = set()
     for node in analysis.order:

@@ -134,7 +134,7 @@ class CheckpointSelection:
         self._storable = {t for t in self._tiled_results if analysis.entries_per_image(t) == 1}
         self._sums = set(roles.sums)
         self._consumers = self._find_consumers()
-        self._extra = (extra & self._storable) | self._compared_tensors()
+        self._extra = ((extra | roles.read_whole) & self._storable) | self._compared_tensors()
         self.exits = self._find_exits()
         self._last_forward = max(
             (roles.level[n] for n in (*roles.tiled, *roles.sums) if n not in analysis.backward), default=-1
@@ -412,7 +412,7 @@ class CheckpointSelection:
         for producer in producers:
             tensors = [t for t in missing if self.live_ranges[t].producer == producer]
             if producer == producers[-1]:
-                tensors = [t for t in tensors if self.live_ranges[t].backward > level]
+                tensors = [t for t in tensors if self.live_ranges[t].backward > level or t in self._roles.read_whole]
             if not tensors:
                 continue
             nodes = list(dict.fromkeys(t.node for t in tensors))

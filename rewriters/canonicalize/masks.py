@@ -1,0 +1,104 @@
+"""Rewrites masks of attention, so that a tile computes its rows of them.
+
+A causal mask is a triangle of a matrix of ones, which is as large as the scores of one head. A comparison of the
+positions of queries and keys is equal to it, and reads two vectors. A conjunction with ones repeats a mask for all
+images and heads. Its readers broadcast their operands themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from rewriters.ir.graph import Graph, Node, Tensor
+from rewriters.ir.static_values import StaticEvaluator, constant, type_attr
+
+__all__: list[str] = []
+
+_RESHAPES = ("StridedSlice", "ExpandDims", "Reshape")
+
+
+def rewrite_masks(graph: Graph, evaluate: StaticEvaluator) -> bool:
+    """Rewrite all such masks, in place.
+
+    Returns:
+        Whether there were any.
+    """
+    replaced: dict[Tensor, Tensor] = {}
+    consumers = graph.consumers()
+    for node in list(graph.nodes.values()):
+        if node.control_inputs:
+            continue
+        if node.op in _RESHAPES and node.inputs[0].node.op == "MatrixBandPart":
+            mask = _band(graph, node, evaluate)
+        elif node.op == "LogicalAnd":
+            mask = _without_ones(node, [reader for reader, _ in consumers.get(node.out(), ())])
+        else:
+            continue
+        if mask is not None and node.out() not in graph.outputs:
+            replaced[node.out()] = mask
+    graph.replace_tensors(replaced)
+    return bool(replaced)
+
+
+def _is_true(tensor: Tensor) -> bool:
+    """Return whether a tensor of booleans is true everywhere."""
+    node = tensor.node
+    if node.op != "Fill" or tensor.dtype != tf.bool:
+        return node.op == "OnesLike" and tensor.dtype == tf.bool
+    value = constant(node.inputs[1].node)
+    return value is not None and bool(value)
+
+
+def _band(graph: Graph, reshape: Node, evaluate: StaticEvaluator) -> Tensor | None:
+    """Add the comparison that is equal to a band of ones with more axes of size 1; `None` for other matrices."""
+    band, shape = reshape.inputs[0].node, reshape.out().shape
+    ones, below, above = band.inputs
+    rows_and_columns = ones.shape
+    if not _is_true(ones) or band.control_inputs or rows_and_columns is None or len(rows_and_columns) != 2:
+        return None
+    if shape is None or shape[-2:] != rows_and_columns or set(shape[:-2]) - {1} or None in rows_and_columns:
+        return None
+    if reshape.op == "StridedSlice" and any(stride < 1 for stride in evaluate.ints(reshape.inputs[3]) or (0,)):
+        return None
+    limits = [evaluate(limit) for limit in (below, above)]
+    if not all(isinstance(limit, int) for limit in limits):
+        return None
+    rows = _positions(graph, reshape, len(shape) - 2, shape)
+    sides = []
+    for op, limit in zip(("GreaterEqual", "LessEqual"), limits, strict=True):
+        if limit >= 0:  # type: ignore[operator]
+            sign = 1 if op == "LessEqual" else -1
+            columns = _positions(graph, reshape, len(shape) - 1, shape, -sign * limit)  # type: ignore[operator]
+            attrs = {"T": type_attr(tf.int32)}
+            sides.append(graph.add_beside(reshape, op, [columns, rows], attrs, [(tf.bool, shape)]).out())
+    if len(sides) == 2:
+        return graph.add_beside(reshape, "LogicalAnd", sides, {}, [(tf.bool, shape)]).out()
+    return sides[0] if sides else None
+
+
+def _positions(graph: Graph, near: Node, dim: int, shape: Sequence[int | None], offset: int = 0) -> Tensor:
+    """Add the positions along one dimension of a mask, which broadcast over the others."""
+    size = shape[dim]
+    assert size is not None
+    sizes = tuple(size if other == dim else 1 for other in range(len(shape)))
+    values = (np.arange(size, dtype=np.int32) + offset).reshape(sizes)
+    attrs = {"dtype": type_attr(tf.int32), "value": tf.compat.v1.AttrValue(tensor=tf.make_tensor_proto(values))}
+    return graph.add_beside(near, "Const", [], attrs, [(tf.int32, sizes)]).out()
+
+
+def _without_ones(node: Node, readers: Sequence[Node]) -> Tensor | None:
+    """Return the operand of a conjunction with ones, if all its readers broadcast it themselves."""
+    others = [tensor for tensor in node.inputs if not _is_true(tensor)]
+    if len(others) != 1 or not others[0].shape or len(others[0].shape) != len(node.out().shape or ()):
+        return None
+    return others[0] if all(_broadcasts_condition(reader, node.out()) for reader in readers) else None
+
+
+def _broadcasts_condition(reader: Node, condition: Tensor) -> bool:
+    """Return whether an op selects by a condition, and has the shape of its other operands."""
+    if reader.op != "SelectV2" or reader.inputs[0] != condition or condition in reader.inputs[1:]:
+        return False
+    return any(tensor.shape == reader.out().shape and tensor.shape is not None for tensor in reader.inputs[1:])
