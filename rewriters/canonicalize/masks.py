@@ -1,8 +1,9 @@
 """Rewrites masks of attention, so that a tile computes its rows of them.
 
-A causal mask is a triangle of a matrix of ones, which is as large as the scores of one head. A comparison of the
-positions of queries and keys is equal to it, and reads two vectors. A conjunction with ones repeats a mask for all
-images and heads. Its readers broadcast their operands themselves.
+A causal mask is a triangle of a matrix of ones, or a comparison of cumulative sums of ones along both axes. These
+matrices are as large as the scores of one head. A comparison of the positions of queries and keys is equal to the mask,
+and reads two vectors. A conjunction with ones repeats a mask for all images and heads. Its readers broadcast their
+operands themselves.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from rewriters.ir.static_values import StaticEvaluator, constant, type_attr
 
 __all__: list[str] = []
 
+_COMPARISONS = ("GreaterEqual", "Greater", "LessEqual", "Less")
 _RESHAPES = ("StridedSlice", "ExpandDims", "Reshape")
 
 
@@ -33,6 +35,8 @@ def rewrite_masks(graph: Graph, evaluate: StaticEvaluator) -> bool:
             continue
         if node.op in _RESHAPES and node.inputs[0].node.op == "MatrixBandPart":
             mask = _band(graph, node, evaluate)
+        elif node.op in _COMPARISONS and all(tensor.node.op == "Cumsum" for tensor in node.inputs):
+            mask = _comparison(graph, node, evaluate)
         elif node.op == "LogicalAnd":
             mask = _without_ones(node, [reader for reader, _ in consumers.get(node.out(), ())])
         else:
@@ -45,11 +49,32 @@ def rewrite_masks(graph: Graph, evaluate: StaticEvaluator) -> bool:
 
 def _is_true(tensor: Tensor) -> bool:
     """Return whether a tensor of booleans is true everywhere."""
+    return tensor.dtype == tf.bool and _is_one(tensor)
+
+
+def _comparison(graph: Graph, node: Node, evaluate: StaticEvaluator) -> Tensor | None:
+    """Add the comparison of positions that is equal to one of cumulative sums of ones along different axes."""
+    shape, dims = node.out().shape, []
+    for tensor in node.inputs:
+        dim = evaluate(tensor.node.inputs[1])
+        attrs = tensor.node.attrs
+        is_plain = not attrs["exclusive"].b and not attrs["reverse"].b and not tensor.node.control_inputs
+        if not isinstance(dim, int) or not is_plain or tensor.shape != shape or not _is_one(tensor.node.inputs[0]):
+            return None
+        dims.append(dim % len(shape or ()))
+    if not shape or None in shape or dims[0] == dims[1]:
+        return None
+    positions = [_positions(graph, node, dim, shape) for dim in dims]
+    return graph.add_beside(node, node.op, positions, {"T": type_attr(tf.int32)}, node.outputs).out()
+
+
+def _is_one(tensor: Tensor) -> bool:
+    """Return whether a tensor is 1 everywhere."""
     node = tensor.node
-    if node.op != "Fill" or tensor.dtype != tf.bool:
-        return node.op == "OnesLike" and tensor.dtype == tf.bool
-    value = constant(node.inputs[1].node)
-    return value is not None and bool(value)
+    if node.op == "OnesLike":
+        return True
+    value = constant(node.inputs[1].node if node.op == "Fill" else node)
+    return value is not None and bool(np.all(value == 1))
 
 
 def _band(graph: Graph, reshape: Node, evaluate: StaticEvaluator) -> Tensor | None:

@@ -11,7 +11,7 @@ from rewriters.errors import NotTileableError
 from rewriters.ir.graph import Node, Tensor
 from rewriters.ir.op_traits import Trait, ops_with, traits_of
 from rewriters.ir.static_values import constant
-from rewriters.rules.axis_layouts import Anchor
+from rewriters.rules.axis_layouts import Anchor, AxisMap
 from rewriters.rules.intervals import Interval, hull_of, whole
 from rewriters.rules.registry import AxisPlan, OpView, Rule, TileKind, add_rule, not_tileable, tiling_rule
 
@@ -43,12 +43,14 @@ def spreads(op: OpView, position: int) -> bool:
     return operand is None or out is None or len(operand) < len(out) or operand[0] == 1 != out[0]
 
 
-def check_ranks(op: OpView, kinds: Sequence[TileKind]) -> None:
-    """Refuse operands whose rows do not line up with those of the output."""
+def check_ranks(op: OpView, kinds: Sequence[TileKind], read_whole: Sequence[int] = ()) -> None:
+    """Refuse operands whose rows do not line up with those of the output, except those that are read whole."""
     out = op.node.out()
     layout = op.layout(out)
     assert out.shape is not None
-    for operand, kind in zip(op.node.inputs, kinds, strict=True):
+    for position, (operand, kind) in enumerate(zip(op.node.inputs, kinds, strict=True)):
+        if position in read_whole:
+            continue
         shape = aligned(operand, len(out.shape))
         varies = any(dim is not None and shape[dim] != 1 for dim in layout.dims)
         if kind is TileKind.INVARIANT:
@@ -77,9 +79,58 @@ def lie_alike(op: OpView, operand: Tensor) -> bool:
 
 
 class Pointwise(Rule):
-    """Elementwise and nonlinear: forward values in, forward values out."""
+    """Elementwise and nonlinear: forward values in, forward values out.
+
+    Between barriers, an operand that is broadcast along the axes of the result and has axes of its own is read whole:
+    the mask of the keys for tiles of queries.
+    """
 
     cheap = True
+
+    def links(self, op: OpView) -> list[AxisMap]:
+        """Link equal dimensions; of operands that broadcast each other, link the one with the earlier axes."""
+        links = super().links(op)
+        shapes = {link.source: link.source.shape or () for link in links}
+        alone = {
+            tensor: [
+                dim
+                for dim, size in enumerate(shape)
+                if dim and size != 1 and all(other[dim] == 1 for t, other in shapes.items() if t != tensor)
+            ]
+            for tensor, shape in shapes.items()
+        }
+        dims = [min(alone[tensor]) for tensor in shapes if alone[tensor]]
+        if len(dims) < 2:
+            return links
+        return [link for link in links if not alone[link.source] or min(alone[link.source]) == min(dims)]
+
+    def read_whole(self, op: OpView) -> list[int]:
+        """Return the operands that have axes of their own, and one row along those of the result."""
+        out = op.node.out()
+        return [
+            position
+            for position in self.data(op)
+            if len(op.node.inputs[position].shape or ()) == len(out.shape or ())
+            and op.layouts.of(op.node.inputs[position]) is not None
+            and op.layouts.of(out) is not None
+            and self._has_other_axes(op, op.node.inputs[position])
+        ]
+
+    def _has_other_axes(self, op: OpView, operand: Tensor) -> bool:
+        layout, shape = op.layout(op.node.out()), operand.shape or ()
+        has_rows = any(rows != 1 for rows in op.layout(operand).extents(operand))
+        is_broadcast = all(dim is None or shape[dim] == 1 for dim in layout.dims)
+        return has_rows and is_broadcast and not lie_alike(op, operand)
+
+    def result_kind_gathered(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
+        """Return the kind of the result if all operands are true values."""
+        read_whole = self.read_whole(op)
+        if not read_whole:
+            return self.result_kind(op, kinds)
+        if len(read_whole) == sum(kind is TileKind.FULL for kind in kinds):
+            raise NotTileableError(f"{op.node.op} has other axes than its operands")
+        check_ranks(op, kinds, read_whole)
+        return TileKind.FULL
 
     def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """Return `FULL`; refuse partial operands."""
@@ -100,8 +151,11 @@ class Pointwise(Rule):
 
     def _rows(self, op: OpView, axis: int, out: Interval) -> list[Interval | None]:
         needs: list[Interval | None] = []
+        read_whole = self.read_whole(op)
         for position in range(len(op.node.inputs)):
-            if position not in self.data(op):
+            if position in read_whole:
+                needs.append(whole(op.extent(op.node.inputs[position], axis), len(out.lo)))
+            elif position not in self.data(op):
                 needs.append(None)
             elif len(op.node.inputs[position].shape or ()) < len(op.node.out().shape or ()):
                 needs.append(None)

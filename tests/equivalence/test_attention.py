@@ -1,0 +1,144 @@
+"""Attention in tiles of queries: losses, gradients and variables after three steps equal the original."""
+
+import keras
+import numpy as np
+import pytest
+from equivalence import TOLERANCE, error, model_step
+from keras import layers
+
+import tflms_sft
+
+LENGTH, WIDTH, CLASSES, BATCH, STEPS = 13, 8, 5, 2, 3
+
+
+@pytest.fixture(autouse=True)
+def double_precision():
+    keras.config.set_floatx("float64")
+
+
+def multi_head(x, **options):
+    return layers.MultiHeadAttention(2, 4)(x, x, **options)
+
+
+def grouped(x):
+    return layers.GroupQueryAttention(4, 4, 2)(x, x, use_causal_mask=True)
+
+
+def dot(x):
+    return layers.Attention()([layers.Dense(WIDTH)(x), layers.Dense(WIDTH)(x), layers.Dense(WIDTH)(x)])
+
+
+def scaled_dot(x):
+    query, value = layers.Dense(WIDTH)(x), layers.Dense(WIDTH)(x)
+    return layers.Attention(use_scale=True)([query, value], use_causal_mask=True)
+
+
+def additive(x):
+    return layers.AdditiveAttention()([layers.Dense(WIDTH)(x), layers.Dense(WIDTH)(x)])
+
+
+def shorter_keys(x):
+    """Attend to pairs of tokens."""
+    pairs = layers.AveragePooling1D(2, padding="same")(x)
+    return layers.MultiHeadAttention(2, 4)(x, pairs)
+
+
+def written_out(x):
+    """Compute attention with products of matrices, heads in front."""
+    query, key, value = (
+        keras.ops.transpose(keras.ops.reshape(layers.Dense(WIDTH)(x), (-1, LENGTH, 2, WIDTH // 2)), (0, 2, 1, 3))
+        for _ in range(3)
+    )
+    scores = keras.ops.softmax(keras.ops.matmul(query, keras.ops.transpose(key, (0, 1, 3, 2))) / 2.0)
+    heads = keras.ops.transpose(keras.ops.matmul(scores, value), (0, 2, 1, 3))
+    return layers.Dense(WIDTH)(keras.ops.reshape(heads, (-1, LENGTH, WIDTH)))
+
+
+def soft_capped(x):
+    """Cap the scores, as some language models do."""
+    query, key, value = (layers.Dense(WIDTH)(x) for _ in range(3))
+    scores = keras.ops.einsum("btd,bsd->bts", query, key)
+    scores = 5.0 * keras.ops.tanh(scores / 5.0)
+    return keras.ops.einsum("bts,bsd->btd", keras.ops.softmax(scores), value)
+
+
+def biased(x):
+    """Add a learned bias for each distance between query and key."""
+    query, key, value = (layers.Dense(WIDTH)(x) for _ in range(3))
+    table = layers.Embedding(2 * LENGTH, 1)
+    distances = np.arange(LENGTH)[:, None] - np.arange(LENGTH)[None, :] + LENGTH
+    bias = keras.ops.squeeze(table(keras.ops.convert_to_tensor(distances[None])), -1)
+    scores = keras.ops.einsum("btd,bsd->bts", query, key) + bias
+    return keras.ops.einsum("bts,bsd->btd", keras.ops.softmax(scores), value)
+
+
+ATTENTION = {
+    "multi head": multi_head,
+    "causal": lambda x: multi_head(x, use_causal_mask=True),
+    "grouped": grouped,
+    "dot": dot,
+    "scaled dot": scaled_dot,
+    "additive": additive,
+    "shorter keys": shorter_keys,
+    "written out": written_out,
+    "soft capped": soft_capped,
+    "biased": biased,
+}
+
+
+def transformer(attend, masked):
+    """Return class scores per token of a block with attention and a multilayer perceptron."""
+    tokens = keras.Input((LENGTH, WIDTH))
+    x = layers.Masking()(tokens) if masked else tokens
+    x = layers.Add()([x, attend(layers.LayerNormalization()(x))])
+    y = layers.Dense(2 * WIDTH, activation="gelu")(layers.LayerNormalization()(x))
+    x = layers.Add()([x, layers.Dense(WIDTH)(y)])
+    return keras.Model(tokens, layers.Dense(CLASSES)(x))
+
+
+def attention_step(attend, known_batch=True, masked=False):
+    """Return three training steps of a transformer; every third token is masked."""
+    keras.utils.set_random_seed(0)
+    model = transformer(attend, masked)
+    random = np.random.default_rng(0)
+    batches = []
+    for _ in range(STEPS):
+        tokens = random.normal(size=(BATCH, LENGTH, WIDTH))
+        tokens[:, 1::3] *= not masked
+        batches.append((tokens, random.integers(CLASSES, size=(BATCH, LENGTH)).astype("int32")))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    arguments = {
+        "optimizer": keras.optimizers.SGD(0.1, momentum=0.9),
+        "loss": loss,
+        "metrics": ["accuracy"],
+        "jit_compile": False,
+    }
+    return model_step(model, batches, known_batch, arguments)
+
+
+def differing(step, params, is_tiled=True):
+    """Return the results that differ in the rewritten step, with their errors."""
+    rewritten = tflms_sft.rewrite(step.function, params, *step.specs)
+    attending = [line for line in str(rewritten.plan).splitlines() if "attention" in line and "axes" in line]
+    assert not is_tiled or (rewritten.plan.segments and not attending)
+    want, got = step.run(step.concrete_fn), step.run(rewritten)
+    errors = {name: error(got[name], want[name]) for name in want}
+    return {name: value for name, value in errors.items() if not value <= TOLERANCE}
+
+
+@pytest.mark.parametrize("known_batch", [True, False], ids=("known", "unknown"))
+@pytest.mark.parametrize("tiles", [4, LENGTH])
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_in_tiles_equals_the_original(name, tiles, known_batch):
+    step = attention_step(ATTENTION[name], known_batch)
+    assert not differing(step, tflms_sft.SFTParams(num_tiles=(1, tiles)))
+
+
+def test_padding_mask_and_causal_mask():
+    step = attention_step(ATTENTION["causal"], masked=True)
+    assert not differing(step, tflms_sft.SFTParams(num_tiles=(1, 4)))
+
+
+def test_images_and_tokens_are_split():
+    step = attention_step(ATTENTION["causal"])
+    assert not differing(step, tflms_sft.SFTParams(num_tiles={"batch": 2, "length": 3}))
