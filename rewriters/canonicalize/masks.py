@@ -88,15 +88,15 @@ def _band(graph: Graph, reshape: Node, evaluate: StaticEvaluator) -> Tensor | No
         return None
     if reshape.op == "StridedSlice" and any(stride < 1 for stride in evaluate.ints(reshape.inputs[3]) or (0,)):
         return None
-    limits = [evaluate(limit) for limit in (below, above)]
-    if not all(isinstance(limit, int) for limit in limits):
+    limits = [limit for limit in map(evaluate, (below, above)) if isinstance(limit, int)]
+    if len(limits) < 2:
         return None
     rows = _positions(graph, reshape, len(shape) - 2, shape)
     sides = []
     for op, limit in zip(("GreaterEqual", "LessEqual"), limits, strict=True):
-        if limit >= 0:  # type: ignore[operator]
+        if limit >= 0:
             sign = 1 if op == "LessEqual" else -1
-            columns = _positions(graph, reshape, len(shape) - 1, shape, -sign * limit)  # type: ignore[operator]
+            columns = _positions(graph, reshape, len(shape) - 1, shape, -sign * limit)
             attrs = {"T": type_attr(tf.int32)}
             sides.append(graph.add_beside(reshape, op, [columns, rows], attrs, [(tf.bool, shape)]).out())
     if len(sides) == 2:

@@ -49,11 +49,11 @@ def run_per_pixel(op: str, features: Any, labels: Any) -> list[Any]:
 class Einsum(Rule):
     """Product of images, or of images and matrices, by the letters of the batch and of the axes.
 
-    - If the result has the axes of some operands, it is computed per pixel. Between barriers, an operand with other axes
-      is read whole in each tile: the keys and values of attention for tiles of queries.
+    - If the result has the axes of some operands, it is computed per pixel. Between barriers, an operand with other
+      axes is read whole in each tile: the keys and values of attention for tiles of queries.
     - If neither batch nor axes are left, it is a reduction over the image, such as the gradient of a matrix.
-    - If the batch is left, and none of the axes, it is a reduction with a result per image. The gradient of keys is one:
-      it has the axes of keys, and is a sum over queries.
+    - If the batch is left, and none of the axes, it is a reduction with a result per image. The gradient of keys is
+      one: it has the axes of keys, and is a sum over queries.
     """
 
     def labels(self, op: OpView) -> list[str]:

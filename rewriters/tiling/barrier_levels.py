@@ -239,7 +239,7 @@ class _KindAssigner:
     def _is_image_without_data(self, tensor: Tensor, device: str) -> bool:
         """Return whether a tensor that depends on no image has a value for each pixel: a weight, or a gradient.
 
-        The gradient of a sum of scores is an example, with which a gradient of a gradient begins; a mask is another one.
+        Examples are the gradient of a sum of scores, with which a gradient of a gradient begins, and a mask.
         """
         if self._is_weight_of_pixels(tensor):
             return True

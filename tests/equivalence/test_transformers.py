@@ -1,0 +1,167 @@
+"""Networks of convolutions and attention in tiles: all that three steps compute, in double precision."""
+
+import keras
+import numpy as np
+import pytest
+from equivalence import TOLERANCE, error, model_step
+from keras import layers, ops
+
+import tflms_sft
+
+WIDTH, CLASSES, BATCH, STEPS = 8, 3, 2, 3
+
+
+@pytest.fixture(autouse=True)
+def double_precision():
+    keras.config.set_floatx("float64")
+
+
+class Positions(layers.Layer):
+    """Adds a learned vector for each position."""
+
+    def build(self, shape):
+        self.table = self.add_weight(shape=(1, *shape[1:]), initializer="normal")
+
+    def call(self, x):
+        return x + self.table
+
+
+class ClassToken(layers.Layer):
+    """Puts a learned token in front of a sequence."""
+
+    def build(self, shape):
+        self.token = self.add_weight(shape=(1, 1, shape[2]), initializer="normal")
+
+    def call(self, x):
+        return ops.concatenate([ops.broadcast_to(self.token, (ops.shape(x)[0], 1, x.shape[2])), x], 1)
+
+
+def block(x, memory=None, causal=False):
+    """Return a transformer block; with a memory, queries attend to it."""
+    y = layers.LayerNormalization()(x)
+    attention = layers.MultiHeadAttention(2, WIDTH // 2)
+    x = layers.Add()([x, attention(y, y if memory is None else memory, use_causal_mask=causal)])
+    y = layers.Dense(2 * WIDTH, activation="gelu")(layers.LayerNormalization()(x))
+    return layers.Add()([x, layers.Dense(WIDTH)(y)])
+
+
+def tokens_of(image, patch):
+    return layers.Reshape((-1, WIDTH))(layers.Conv2D(WIDTH, patch, patch)(image))
+
+
+def vision_transformer(class_token):
+    image = keras.Input((80, 96, 3))
+    x = tokens_of(image, 4)
+    x = Positions()(ClassToken()(x) if class_token else x)
+    x = layers.LayerNormalization()(block(block(x)))
+    pooled = x[:, 0] if class_token else layers.GlobalAveragePooling1D()(x)
+    return keras.Model(image, layers.Dense(CLASSES)(pooled))
+
+
+def transformer_unet():
+    """Return a U-Net with attention at its bottom."""
+    image = keras.Input((96, 96, 3))
+    skip = layers.Conv2D(WIDTH, 3, padding="same", activation="relu")(image)
+    x = layers.Reshape((24, 24, WIDTH))(block(Positions()(tokens_of(skip, 4))))
+    x = layers.Concatenate()([layers.Conv2DTranspose(WIDTH, 4, 4)(x), skip])
+    return keras.Model(image, layers.Conv2D(CLASSES, 1)(layers.Conv2D(WIDTH, 3, padding="same")(x)))
+
+
+def reduced_attention():
+    """Return a segmentation network whose keys are one for four tokens, with a depthwise convolution of tokens."""
+    image = keras.Input((96, 96, 3))
+    x = layers.Conv2D(WIDTH, 7, 4, padding="same")(image)
+    tokens = layers.Reshape((-1, WIDTH))(x)
+    y = layers.LayerNormalization()(tokens)
+    keys = tokens_of(layers.Reshape((24, 24, WIDTH))(y), 2)
+    tokens = layers.Add()([tokens, layers.MultiHeadAttention(2, WIDTH // 2)(y, layers.LayerNormalization()(keys))])
+    y = layers.Reshape((24, 24, WIDTH))(layers.Dense(WIDTH)(layers.LayerNormalization()(tokens)))
+    y = layers.Activation("gelu")(layers.DepthwiseConv2D(3, padding="same")(y))
+    tokens = layers.Add()([tokens, layers.Dense(WIDTH)(layers.Reshape((-1, WIDTH))(y))])
+    x = layers.UpSampling2D(4, interpolation="bilinear")(layers.Reshape((24, 24, WIDTH))(tokens))
+    return keras.Model(image, layers.Conv2D(CLASSES, 1)(x))
+
+
+def convolutions_of_tokens():
+    """Return attention and a gated depthwise convolution, as for speech."""
+    tokens = keras.Input((301, WIDTH))
+    x = block(tokens)
+    y = layers.Conv1D(2 * WIDTH, 1)(layers.LayerNormalization()(x))
+    value, gate = ops.split(y, 2, -1)
+    y = layers.DepthwiseConv1D(5, padding="same")(value * ops.sigmoid(gate))
+    y = layers.Conv1D(WIDTH, 1)(layers.Activation("silu")(layers.LayerNormalization()(y)))
+    return keras.Model(tokens, layers.Dense(CLASSES)(layers.Add()([x, y])))
+
+
+def tower_and_attention():
+    """Return convolutions with pools, then attention, as for genomes; a positive number per class and position."""
+    x = sequence = keras.Input((256, 4))
+    for _ in range(2):
+        x = layers.MaxPooling1D(2)(layers.Conv1D(WIDTH, 5, padding="same", activation="gelu")(x))
+    x = block(block(Positions()(x)))
+    return keras.Model(sequence, layers.Dense(CLASSES, activation="softplus")(x))
+
+
+def captioner():
+    """Return words that attend to the tokens of an image."""
+    image, words = keras.Input((40, 32, 3)), keras.Input((37, WIDTH))
+    x = block(block(words, causal=True), memory=block(tokens_of(image, 4)))
+    return keras.Model([image, words], layers.Dense(CLASSES)(x))
+
+
+def language_model():
+    x = tokens = keras.Input((37, WIDTH))
+    x = Positions()(x)
+    for _ in range(3):
+        x = block(x, causal=True)
+    return keras.Model(tokens, layers.Dense(CLASSES)(layers.LayerNormalization()(x)))
+
+
+NETS = {
+    "vision transformer": lambda: vision_transformer(class_token=False),
+    "class token": lambda: vision_transformer(class_token=True),
+    "transformer unet": transformer_unet,
+    "reduced attention": reduced_attention,
+    "convolutions of tokens": convolutions_of_tokens,
+    "tower and attention": tower_and_attention,
+    "captioner": captioner,
+    "language model": language_model,
+}
+
+
+def net_step(name, known_batch=True):
+    """Return three training steps of a network, with a class or a number for each output."""
+    keras.utils.set_random_seed(0)
+    model = NETS[name]()
+    random = np.random.default_rng(0)
+    shape = model.output.shape[1:]
+    batches = []
+    for _ in range(STEPS):
+        inputs = [random.normal(size=(BATCH, *tensor.shape[1:])) for tensor in model.inputs]
+        classes = random.integers(CLASSES, size=(BATCH, *shape[:-1])).astype("int32")
+        batches.append((*inputs, random.normal(size=(BATCH, *shape)) if name.startswith("tower") else classes))
+    loss = "mse" if name.startswith("tower") else keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    arguments = {"optimizer": keras.optimizers.SGD(0.1, momentum=0.9), "loss": loss, "jit_compile": False}
+    return model_step(model, batches, known_batch, arguments)
+
+
+def differing(step, params):
+    """Return the results that differ in the rewritten step, with their errors."""
+    rewritten = tflms_sft.rewrite(step.function, params, *step.specs)
+    assert rewritten.plan.segments
+    want, got = step.run(step.concrete_fn), step.run(rewritten)
+    errors = {name: error(got[name], want[name]) for name in want}
+    return {name: value for name, value in errors.items() if not value <= TOLERANCE}
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_a_plan_within_a_budget_gives_equal_results(name):
+    step = net_step(name)
+    unlimited = tflms_sft.rewrite(step.function, tflms_sft.AutoParams("1GiB"), *step.specs).plan
+    budget = int(0.8 * unlimited.original.peak_bytes)
+    assert not differing(step, tflms_sft.AutoParams(budget))
+
+
+@pytest.mark.parametrize("name", ["language model", "captioner", "tower and attention"])
+def test_tiles_with_an_unknown_batch_give_equal_results(name):
+    assert not differing(net_step(name, known_batch=False), tflms_sft.SFTParams(num_tiles=(1, 5)))
