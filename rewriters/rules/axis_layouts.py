@@ -110,9 +110,9 @@ class Layouts:
         ranked = [(len(tensor.shape), tensor) for tensor in tensors if tensor.shape is not None]
         for rank, tensor in (*(item for item in ranked if item[0] == 3), *(item for item in ranked if item[0] != 3)):
             if tensor not in self._layouts and rank in (3, 4, 5):
-                dims: tuple[int | None, ...] = tuple(range(1, rank - 1))
-                dims = (None,) * (axes - 1) + dims if rank == 3 else dims
-                self._spread({tensor: Layout(dims)})
+                axis_dims: tuple[int | None, ...] = tuple(range(1, rank - 1))
+                axis_dims = (None,) * (axes - 1) + axis_dims if rank == 3 else axis_dims
+                self._spread({tensor: Layout(axis_dims)})
         self._count_entries()
 
     def _spread(self, new: Mapping[Tensor, Layout]) -> None:
