@@ -48,7 +48,7 @@ def test_whole_small_acceptance_passes_on_cpu_and_is_not_repeated(tmp_path):
     assert "benchmarks.gpu --device cpu --small" in stored["command"]
     assert 0 < stored["equal/float64/small-vgg"]["tiles"] < 1e-10
     assert stored["memory/loop"]["raised"] == "ResourceExhaustedError"
-    assert stored["overlap/small-vgg"]["copies"] > 0
+    assert stored["overlap/small-vgg"]["copies"] > 0 and 0 < stored["overlap/small-vgg"]["hideable"] <= 1
     again = subprocess.run(command, cwd=_child.ROOT, env=env, capture_output=True, text=True, check=False)
     assert again.returncode == 0
     assert re.findall(r"^(?:passed|measured|FAILED) +(\S+):", again.stdout, re.MULTILINE) == ["device"]
@@ -74,6 +74,12 @@ def test_hidden_time_is_that_beside_kernels():
     assert _gpu_trace.hidden_fraction([], [(0, 9)]) is None
     assert _gpu_trace.hidden_fraction([(0, 10)], []) == 0
     assert _gpu_trace.hidden_fraction([(0, 10), (20, 30)], [(5, 8), (6, 25), (29, 40)]) == (5 + 5 + 1) / 20
+
+
+def test_kernels_can_hide_copies_no_longer_than_they_last():
+    assert _gpu_trace.hideable_fraction([], [(0, 9)]) is None
+    assert _gpu_trace.hideable_fraction([(0, 10), (20, 30)], [(5, 8), (6, 10)]) == 5 / 20
+    assert _gpu_trace.hideable_fraction([(0, 10)], [(20, 50)]) == 1
 
 
 @pytest.mark.parametrize(("swapped", "hidden"), [(1.0, 1.0), (0.9, 1.0), (1.5, 0.75), (3.0, 0.0), (9.0, 0.0)])
