@@ -58,12 +58,7 @@ def activity(stats: Any, device: str) -> Activity:
 
 def hidden_fraction(copies: Iterable[Period], kernels: Iterable[Period]) -> float | None:
     """Return the fraction of the time of `copies` in which one of `kernels` runs; `None` without copies."""
-    union: list[list[int]] = []
-    for begin, end in sorted(kernels):
-        if union and begin <= union[-1][1]:
-            union[-1][1] = max(union[-1][1], end)
-        else:
-            union.append([begin, end])
+    union = _union(kernels)
     ends = [end for _, end in union]
     total = hidden = 0
     for begin, end in copies:
@@ -73,6 +68,27 @@ def hidden_fraction(copies: Iterable[Period], kernels: Iterable[Period]) -> floa
                 break
             hidden += min(end, stop) - max(begin, start)
     return hidden / total if total else None
+
+
+def hideable_fraction(copies: Iterable[Period], kernels: Iterable[Period]) -> float | None:
+    """Return the fraction of the time of `copies` that `kernels` last at most, so that they can hide it.
+
+    Returns:
+        A number from 0 to 1; `None` without copies.
+    """
+    total = sum(end - begin for begin, end in copies)
+    return min(1.0, sum(end - begin for begin, end in _union(kernels)) / total) if total else None
+
+
+def _union(periods: Iterable[Period]) -> list[list[int]]:
+    """Return disjoint periods that cover the given ones, in order."""
+    union: list[list[int]] = []
+    for begin, end in sorted(periods):
+        if union and begin <= union[-1][1]:
+            union[-1][1] = max(union[-1][1], end)
+        else:
+            union.append([begin, end])
+    return union
 
 
 def hidden_fraction_by_times(plain: float, swapped: float, copying: float) -> float | None:

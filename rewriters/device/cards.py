@@ -108,6 +108,17 @@ CARDS = {
 }
 """Cards by name."""
 
+
+def nearest_card(compute_capability: float) -> Card:
+    """Return the card of the nearest compute capability, if possible of the same generation, such as 8."""
+
+    def distance(card: Card) -> tuple[int, float]:
+        generations = int(card.compute_capability) - int(compute_capability)
+        return abs(generations), abs(card.compute_capability - compute_capability)
+
+    return min(CARDS.values(), key=distance)
+
+
 _planned: contextvars.ContextVar[Card | None] = contextvars.ContextVar("planned card", default=None)
 
 

@@ -13,9 +13,12 @@ from pathlib import Path
 import pytest
 import tensorflow as tf
 
+from rewriters.device import properties
+from rewriters.device.cards import CARDS
 from rewriters.estimates.op_cost import NOMINAL
 from tflms_sft._machine import calibration, rate_benchmarks
 from tflms_sft._machine.calibration import VARIABLE, machine_rates
+from tflms_sft._machine.card_rates import card_rates
 from tflms_sft._machine.cpu_load import OtherProcesses
 from tflms_sft._machine.rate_benchmarks import measured_rates
 
@@ -152,6 +155,30 @@ def test_rates_file_of_environment_is_used(cache, monkeypatch, tmp_path):
         machine_rates()
     monkeypatch.setenv(VARIABLE, "nominal")
     assert machine_rates() is NOMINAL
+
+
+@pytest.fixture(params=[(7.5, "rtx2080ti"), (8.9, "rtx3090"), (6.1, "v100-16"), (12.0, "h200")])
+def card(request, monkeypatch):
+    """Pretend that there is a GPU, and return the name of the nearest card."""
+    capability, name = request.param
+    monkeypatch.setattr(properties, "name", lambda: "GPU:0")
+    monkeypatch.setattr(properties, "compute_capability", lambda: capability)
+    return name
+
+
+def test_gpu_without_stored_rates_has_those_of_the_nearest_card(cache, card, monkeypatch):
+    rates = card_rates(CARDS[card])
+    assert calibration.stored_rates() == rates != NOMINAL
+    monkeypatch.setenv(VARIABLE, "nominal")
+    assert machine_rates() == calibration.stored_rates() == rates
+
+
+def test_gpu_with_too_little_memory_to_measure_has_rates_of_the_nearest_card(cache, card, monkeypatch):
+    def failing():
+        raise tf.errors.ResourceExhaustedError(None, None, "OOM")
+
+    monkeypatch.setattr(calibration, "measured_rates", failing)
+    assert machine_rates() == card_rates(CARDS[card])
 
 
 def test_failed_child_measures_in_this_process(monkeypatch):

@@ -48,7 +48,7 @@ def test_whole_small_acceptance_passes_on_cpu_and_is_not_repeated(tmp_path):
     assert "benchmarks.gpu --device cpu --small" in stored["command"]
     assert 0 < stored["equal/float64/small-vgg"]["tiles"] < 1e-10
     assert stored["memory/loop"]["raised"] == "ResourceExhaustedError"
-    assert stored["overlap/small-vgg"]["copies"] > 0
+    assert stored["overlap/small-vgg"]["copies"] > 0 and 0 < stored["overlap/small-vgg"]["hideable"] <= 1
     again = subprocess.run(command, cwd=_child.ROOT, env=env, capture_output=True, text=True, check=False)
     assert again.returncode == 0
     assert re.findall(r"^(?:passed|measured|FAILED) +(\S+):", again.stdout, re.MULTILINE) == ["device"]
@@ -74,6 +74,12 @@ def test_hidden_time_is_that_beside_kernels():
     assert _gpu_trace.hidden_fraction([], [(0, 9)]) is None
     assert _gpu_trace.hidden_fraction([(0, 10)], []) == 0
     assert _gpu_trace.hidden_fraction([(0, 10), (20, 30)], [(5, 8), (6, 25), (29, 40)]) == (5 + 5 + 1) / 20
+
+
+def test_kernels_can_hide_copies_no_longer_than_they_last():
+    assert _gpu_trace.hideable_fraction([], [(0, 9)]) is None
+    assert _gpu_trace.hideable_fraction([(0, 10), (20, 30)], [(5, 8), (6, 10)]) == 5 / 20
+    assert _gpu_trace.hideable_fraction([(0, 10)], [(20, 50)]) == 1
 
 
 @pytest.mark.parametrize(("swapped", "hidden"), [(1.0, 1.0), (0.9, 1.0), (1.5, 0.75), (3.0, 0.0), (9.0, 0.0)])
@@ -174,6 +180,29 @@ def test_interrupted_run_goes_on_with_missing_checks(ran, tmp_path, capsys):
     assert "FAILED    peak/small-vgg-layout-off: NOT peak, name NVIDIA A100-40, peak bytes 1/3 MiB" in printed
     counts = f"2 FAILED, {len(chosen) - without_layout} passed, 0 not run"
     assert f"{len(chosen)} checks: {counts}; {path}" in printed
+
+
+def test_tables_have_the_checks_that_were_measured():
+    """Lines of a file that also has failed checks, and checks of another kind."""
+    large = {"predicted_bytes": 3 * gpu.GIB, "measured_bytes": 2 * gpu.GIB, "predicted_seconds": 0.25, "seconds": 0.5}
+    tiles = {"predicted_bytes": [4e9, gpu.MIB], "measured_bytes": [4e9, 2 * gpu.MIB], "seconds": [1.0, 3.0]}
+    headline = "1 segment(s) in 3x2 tiles, predicted peak 3 GiB, budget 10 GiB"
+    stored = {
+        "device": {"name": "NVIDIA A100-40"},
+        "large/4096": {"status": "passed", "headline": headline, **large, "microseconds_per_pixel": 0.01234},
+        "large/10240": {"status": "FAILED", "failed": "killed by SIGKILL"},
+        "large/plain-vgg16-2048": {"status": "measured", "seconds": 1.0, "measured_bytes": 5},
+        "tiles/vgg16-2x2": {"status": "FAILED", **tiles, "predicted_ratio": 1.5, "ratio": 3.0},
+        "tiles/vgg16-4x4": {"status": "FAILED", "failed": "killed by SIGKILL"},
+    }
+    lines = {name: [row.split(" | ") for row in table(stored).splitlines()[2:]] for name, table in gpu.TABLES.items()}
+    cells = {name: [[cell.strip("| ") for cell in row] for row in rows] for name, rows in lines.items()}
+    limit = ["11,264 MiB", "3,072 MiB", "2,048 MiB"]
+    assert cells == {
+        "peaks": [],
+        "large": [["4096", "1 segment(s) in 3x2 tiles", *limit, "0.25", "0.5", "0.0123", "yes"]],
+        "tiles": [["vgg16-2x2", "1 MiB", "2 MiB", "1.50", "3.00", "no"]],
+    }
 
 
 def test_no_check_begins_after_the_last_minute(ran, tmp_path, capsys):

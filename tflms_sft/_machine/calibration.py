@@ -24,7 +24,7 @@ from pathlib import Path
 import tensorflow as tf
 
 from rewriters.device import properties
-from rewriters.device.cards import planned_card
+from rewriters.device.cards import nearest_card, planned_card
 from rewriters.estimates.op_cost import NOMINAL, MachineRates
 from tflms_sft._machine.card_rates import card_rates
 from tflms_sft._machine.cpu_load import OtherProcesses
@@ -63,7 +63,7 @@ def machine_rates(tell: Callable[[str], None] | None = None) -> MachineRates:
         return card_rates(card)
     path = rates_path()
     if path is None:
-        return NOMINAL
+        return _nominal()
     if str(path) not in _rates_by_path:
         _rates_by_path[str(path)] = _stored(path, os.environ.get(VARIABLE, "")) or _measure(path, tell)
     return _rates_by_path[str(path)]
@@ -79,8 +79,14 @@ def stored_rates() -> MachineRates:
         return card_rates(card)
     path = rates_path()
     if path is None:
-        return NOMINAL
-    return _rates_by_path.get(str(path)) or _stored(path, os.environ.get(VARIABLE, ""), accept_busy=True) or NOMINAL
+        return _nominal()
+    return _rates_by_path.get(str(path)) or _stored(path, os.environ.get(VARIABLE, ""), accept_busy=True) or _nominal()
+
+
+def _nominal() -> MachineRates:
+    """Return rates without a measurement: those of a small CPU, on a GPU those of the card that is nearest to it."""
+    capability = properties.compute_capability()
+    return card_rates(nearest_card(capability)) if capability else NOMINAL
 
 
 def rates_path() -> Path | None:
@@ -122,7 +128,7 @@ def _measure(path: Path, tell: Callable[[str], None] | None) -> MachineRates:
     try:
         rates = rates or measured_rates()
     except (tf.errors.OpError, MemoryError):  # Not enough memory for a measurement.
-        return NOMINAL
+        return _nominal()
     busy = others.busy_fraction()
     if busy > MAX_BUSY_FRACTION and tell is not None:
         tell(
