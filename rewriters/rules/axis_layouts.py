@@ -90,14 +90,21 @@ class Layouts:
         dims = [layout.dims for layout in self._layouts.values() if len(layout.dims) == axes]
         return [axis for axis in range(axes) if any(known[axis] is None for known in dims)]
 
-    def find(self, anchors: Iterable[Anchor], links: Iterable[AxisMap], tensors: Iterable[Tensor]) -> None:
+    def find(
+        self,
+        anchors: Iterable[Anchor],
+        links: Iterable[AxisMap],
+        tensors: Iterable[Tensor],
+        sequences: Iterable[Tensor] = (),
+    ) -> None:
         """Propagate layouts, those of earlier calls too, which stay as they are.
 
         Args:
             anchors: Known layouts; of two for a tensor the first counts.
             links: Axis maps along which layouts are propagated.
-            tensors: Tensors that no anchor reaches: those with three dimensions are assumed to be sequences, then those
-                with more to be images with channels last.
+            tensors: Tensors with four or five dimensions that no anchor and no sequence reaches are assumed to be
+                images with channels last.
+            sequences: Tensors that are sequences, `(batch, steps, channels)`, unless an anchor reaches them.
         """
         for link in links:
             self._links.setdefault(link.source, []).append(link)
@@ -107,12 +114,12 @@ class Layouts:
             first.setdefault(tensor, Layout(dims))
         self._spread(first)
         axes = max((len(layout.dims) for layout in self._layouts.values()), default=2)
-        ranked = [(len(tensor.shape), tensor) for tensor in tensors if tensor.shape is not None]
-        for rank, tensor in (*(item for item in ranked if item[0] == 3), *(item for item in ranked if item[0] != 3)):
-            if tensor not in self._layouts and rank in (3, 4, 5):
-                axis_dims: tuple[int | None, ...] = tuple(range(1, rank - 1))
-                axis_dims = (None,) * (axes - 1) + axis_dims if rank == 3 else axis_dims
-                self._spread({tensor: Layout(axis_dims)})
+        for tensor in sequences:
+            if tensor not in self._layouts:
+                self._spread({tensor: Layout((None,) * (axes - 1) + (1,))})
+        for tensor in tensors:
+            if tensor not in self._layouts and tensor.shape is not None and len(tensor.shape) in (4, 5):
+                self._spread({tensor: Layout(tuple(range(1, len(tensor.shape) - 1)))})
         self._count_entries()
 
     def _spread(self, new: Mapping[Tensor, Layout]) -> None:

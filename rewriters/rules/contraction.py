@@ -83,6 +83,15 @@ class Einsum(Rule):
         *operands, out = self.labels(op)
         return all(letters and letters[0] not in out for letters in operands)
 
+    def sequences(self, op: OpView) -> list[Tensor]:
+        """Return the operand with three dimensions of a product with a matrix, such as a dense layer on tokens."""
+        try:
+            first, *others = self.labels(op)
+        except NotTileableError:
+            return []
+        is_product = len(others) == 2 and len(others[0]) == 2 and first[:2] == others[-1][:2]
+        return [op.node.inputs[0]] if is_product and len(first) == 3 else []
+
     def links(self, op: OpView) -> list[AxisMap]:
         """Link the dimensions with equal letters."""
         try:

@@ -181,6 +181,11 @@ class Rule:
         del op
         return []
 
+    def sequences(self, op: OpView) -> list[Tensor]:
+        """Return the tensors that hold a sequence if nothing else tells their axes."""
+        del op
+        return []
+
     def links(self, op: OpView) -> list[AxisMap]:
         """Return the axis maps between operands and results: equal dimensions of tensors of equal rank."""
         out = op.node.out()
