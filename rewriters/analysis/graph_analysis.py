@@ -96,6 +96,7 @@ class GraphAnalysis:
         return self._layouts
 
     def _find_layouts(self, layouts: Layouts) -> None:
+        self._find_channels(layouts)
         # In a gradient of attention, the axis of queries and that of keys are alike; forward, keys are the channels.
         anchors: list[Anchor] = []
         links: tuple[list[AxisMap], list[AxisMap]] = [], []
@@ -113,6 +114,20 @@ class GraphAnalysis:
             outputs = (node.out(index) for node in nodes for index in range(len(node.outputs)))
             here = (tensor for tensor in sequences if backward or tensor.node not in self.backward)
             layouts.find(anchors, links[backward], outputs, here)
+
+    def _find_channels(self, layouts: Layouts) -> None:
+        """Find the dimensions over which forward ops normalise, back to the products that compute them."""
+        for node in reversed(self.order):
+            if node in self.backward or not node.outputs:
+                continue
+            try:
+                rule, view = find_rule(node), self.view(node)
+                for tensor, dim in rule.channels(view):
+                    layouts.mark_channel(tensor, dim)
+                if layouts.channels(node.out()) and not rule.flops(view, 1):
+                    layouts.mark_operands(rule.links(view))
+            except NotTileableError:
+                continue
 
     def view(self, node: Node) -> OpView:
         """Return a node in the form that rules read."""

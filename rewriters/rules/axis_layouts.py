@@ -80,6 +80,22 @@ class Layouts:
     def __init__(self) -> None:
         self._layouts: dict[Tensor, Layout] = {}
         self._links: dict[Tensor, list[AxisMap]] = {}
+        self._channels: dict[Tensor, set[int]] = {}
+
+    def mark_channel(self, tensor: Tensor, dim: int) -> None:
+        """Record that a dimension of a tensor is no axis."""
+        self._channels.setdefault(tensor, set()).add(dim)
+
+    def mark_operands(self, links: Iterable[AxisMap]) -> None:
+        """Record the dimensions of operands, the sources of links, that are dimensions of channels in the result."""
+        for link in links:
+            for dim, moved in link.moves.items():
+                if moved in self._channels.get(link.target, ()):
+                    self.mark_channel(link.source, dim)
+
+    def channels(self, tensor: Tensor) -> set[int]:
+        """Return the dimensions of a tensor that are recorded as no axes."""
+        return self._channels.get(tensor, set())
 
     def of(self, tensor: Tensor) -> Layout | None:
         """Return the layout; `None` for a tensor that holds no image."""
