@@ -9,10 +9,9 @@ from rewriters.rules import (
     random_numbers,
     reduction,
     reshape,
-    resize,
     slicing,
 )
-from rewriters.rules.pixel_maps import bicubic, channels, mirror, patches, subpixel
+from rewriters.rules.pixel_maps import bicubic, channels, mirror, patches, resize, subpixel
 
 __all__: list[str] = []
 

@@ -20,9 +20,6 @@ from rewriters.rules.registry import AxisPlan, Emitter, OpView, Rule, TileKind, 
 
 __all__: list[str] = []
 
-_GROUP = {tf.float64: 2}
-"""Numbers per value of the counter, which gives 128 random bits; 4 of types with less than 64 bits."""
-
 
 @tiling_rule("StatelessRandomUniformV2", "StatelessRandomNormalV2")
 class RandomNumbers(Rule):
@@ -67,14 +64,14 @@ class RandomNumbers(Rule):
         last = dims[-1]
         inner = math.prod(full[last + 1 :])
         begin, rows = spans[last]  # type: ignore[misc]
-        group = _GROUP.get(op.node.out().dtype, 4)
+        group = numbers_per_count(op.node.out().dtype)
 
         def draw(place: Any) -> Any:
             """Return the numbers of consecutive rows, of which `place` numbers come first in the result."""
             first = (place * tf.cast(full[last], tf.int64) + tf.cast(begin, tf.int64)) * inner
             count = tf.cast(rows, tf.int64) * inner
             shape = tf.cast([count + group - 1], op.node.inputs[0].dtype)
-            (numbers,) = emitter.clone(op.node, [shape, key, _later(counter, first // group), algorithm])
+            (numbers,) = emitter.clone(op.node, [shape, key, later(counter, first // group), algorithm])
             return tf.slice(numbers, [first % group], [count])
 
         if last == 0:
@@ -89,8 +86,13 @@ class RandomNumbers(Rule):
         return [tf.reshape(drawn, sizes)]
 
 
-def _later(counter: Any, steps: Any) -> Any:
-    """Return a counter of 128 bits after some steps."""
+def numbers_per_count(dtype: tf.DType) -> int:
+    """Return the random numbers per value of the counter, each of which has 32 bits or, in double precision, 64."""
+    return 2 if dtype == tf.float64 else 4
+
+
+def later(counter: Any, steps: Any) -> Any:
+    """Return a counter of 128 bits, in two parts with the lower one first, after some steps."""
     low, high = tf.unstack(tf.bitcast(counter, tf.uint64))
     new = low + tf.cast(steps, tf.uint64)
     return tf.bitcast(tf.stack([new, high + tf.cast(new < low, tf.uint64)]), counter.dtype)

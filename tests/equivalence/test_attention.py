@@ -77,7 +77,13 @@ def with_dropout(x):
     return layers.Dropout(0.3, seed=2)(layers.MultiHeadAttention(2, 4, dropout=0.4, seed=1)(x, x))
 
 
+def with_noise(x):
+    """Add noise to tokens, and multiply them by noise."""
+    return multi_head(layers.GaussianDropout(0.3, seed=2)(layers.GaussianNoise(0.3, seed=1)(x)))
+
+
 ATTENTION = {
+    "noise": with_noise,
     "dropout": with_dropout,
     "multi head": multi_head,
     "causal": lambda x: multi_head(x, use_causal_mask=True),
