@@ -2,7 +2,7 @@
 
 The generator is a function of a key and of a counter. Each value of the counter gives a group of numbers, which fill
 the result in order, on all devices (tensorflow/core/kernels/random_op_cpu.h, stateless_random_ops_v2.cc). A tile draws
-the numbers of its rows with a later counter. Ops on images draw all numbers at once: rows of a tile of an image lie in
+the numbers of its rows with a later counter. Ops on images draw all numbers together: rows of a tile of an image lie in
 many places.
 """
 
@@ -53,7 +53,7 @@ class RandomNumbers(Rule):
         return AxisPlan(out, out, [None] * len(op.node.inputs))
 
     def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
-        """Draw the numbers of the tile: at once if they lie in one place, otherwise for each place."""
+        """Draw the numbers of the tile: together if they lie in one place, otherwise for each place."""
         _, key, counter, algorithm = operands
         sizes = tf.cast(emitter.made_shape(op.node), op.node.inputs[0].dtype)
         spans = emitter.result_spans(op.node)
