@@ -265,8 +265,8 @@ class BiasAdd(Pointwise):
         return kinds[0]
 
     def anchors(self, op: OpView) -> list[Anchor]:
-        """Anchor the output by the data format, if its rank is unambiguous."""
-        return sides_by_format(op.node, [op.node.out()])
+        """Anchor the output if channels come first: with channels last a token with several heads may be meant."""
+        return sides_by_format(op.node, [op.node.out()]) if has_channels_first(op.node) else []
 
     def data(self, op: OpView) -> list[int]:
         """Return the image; the bias is passed in full size."""
@@ -318,6 +318,11 @@ def channel_dim(node: Node, rank: int) -> int:
 def sides_by_format(node: Node, tensors: Sequence[Tensor]) -> list[Anchor]:
     """Return layouts by the `data_format`. Tensors of rank 3 have none: they may hold a sequence."""
     return [(t, spatial_dims(node, len(t.shape))) for t in tensors if t.shape is not None and len(t.shape) in (4, 5)]
+
+
+def has_channels_first(node: Node) -> bool:
+    """Return whether the `data_format` attribute puts the channels before the axes."""
+    return "data_format" in node.attrs and node.attrs["data_format"].s.startswith(b"NC")
 
 
 def require_format(op: OpView, tensors: Sequence[Tensor]) -> None:

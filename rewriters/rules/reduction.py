@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from rewriters.errors import NotTileableError
 from rewriters.rules.axis_layouts import Anchor, AxisMap
-from rewriters.rules.elementwise import lie_alike, require_channels, sides_by_format
+from rewriters.rules.elementwise import has_channels_first, lie_alike, require_channels, sides_by_format
 from rewriters.rules.intervals import Interval, hull_of, whole
 from rewriters.rules.registry import AxisPlan, Combination, Emitter, OpView, Rule, TileKind, tiling_rule
 
@@ -44,8 +44,8 @@ class BiasAddGrad(SumOverImage):
     """Gradient of a bias."""
 
     def anchors(self, op: OpView) -> list[Anchor]:
-        """Anchor the image by the data format, if its rank is unambiguous."""
-        return sides_by_format(op.node, op.node.inputs)
+        """Anchor the image if channels come first, as for `BiasAdd`."""
+        return sides_by_format(op.node, op.node.inputs) if has_channels_first(op.node) else []
 
     def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """Return `REDUCED` for a gradient."""
