@@ -19,7 +19,7 @@ from rewriters.ir.inlining import is_xla_call
 from rewriters.ir.static_values import StaticEvaluator
 from rewriters.ir.symbolic_dims import SymbolicDim
 from rewriters.rules import catalogue
-from rewriters.rules.axis_layouts import Layouts
+from rewriters.rules.axis_layouts import Anchor, AxisMap, Layouts
 from rewriters.rules.registry import OpView, TileKind, find_rule
 
 __all__: list[str] = []
@@ -96,21 +96,38 @@ class GraphAnalysis:
         return self._layouts
 
     def _find_layouts(self, layouts: Layouts) -> None:
+        self._find_channels(layouts)
         # In a gradient of attention, the axis of queries and that of keys are alike; forward, keys are the channels.
-        for phase in (False, True):
-            anchors, links = [], []
-            nodes = [node for node in self.order if (node in self.backward) == phase]
-            for node in nodes:
-                try:
-                    rule, view = find_rule(node), self.view(node)
-                    anchors += rule.anchors(view)
-                    links += rule.links(view)
-                except NotTileableError:
-                    continue  # The node is not tiled.
-            outputs = [node.out(index) for node in nodes for index in range(len(node.outputs))]
-            # Tensors with three dimensions that depend on no data are mostly weights.
-            images = (t for t in outputs if t.node in self.data or len(t.shape or ()) != 3)
-            layouts.find(anchors, links, images)
+        anchors: list[Anchor] = []
+        links: tuple[list[AxisMap], list[AxisMap]] = [], []
+        sequences: list[Tensor] = []
+        for node in self.order:
+            try:
+                rule, view = find_rule(node), self.view(node)
+                anchors += rule.anchors(view)
+                links[node in self.backward].extend(rule.links(view))
+                sequences += rule.sequences(view)
+            except NotTileableError:
+                continue  # The node is not tiled.
+        for backward in (False, True):
+            nodes = (node for node in self.order if (node in self.backward) == backward)
+            outputs = (node.out(index) for node in nodes for index in range(len(node.outputs)))
+            here = (tensor for tensor in sequences if backward or tensor.node not in self.backward)
+            layouts.find(anchors, links[backward], outputs, here)
+
+    def _find_channels(self, layouts: Layouts) -> None:
+        """Find the dimensions over which forward ops normalise, back to the products that compute them."""
+        for node in reversed(self.order):
+            if node in self.backward or not node.outputs:
+                continue
+            try:
+                rule, view = find_rule(node), self.view(node)
+                for tensor, dim in rule.channels(view):
+                    layouts.mark_channel(tensor, dim)
+                if layouts.channels(node.out()) and not rule.flops(view, 1):
+                    layouts.mark_operands(rule.links(view))
+            except NotTileableError:
+                continue
 
     def view(self, node: Node) -> OpView:
         """Return a node in the form that rules read."""

@@ -1,10 +1,10 @@
-"""Rewrites products of an image and a matrix, and their gradients, to `Einsum` ops.
+"""Rewrites products of an image and a matrix, their gradients, and products of images to `Einsum` ops.
 
 Keras before version 3.15 computes a dense layer on an image as a `BatchMatMulV2` of the image and its kernel, and
 `tf.matmul` does so in any version. That op views the last two axes of the image as a matrix and multiplies each by the
 kernel. An `Einsum` names the axes, so that the rules see a product per pixel. The gradient of the kernel is a
 `BatchMatMulV2` of two images that sums over one axis only; a `Sum` over the others follows. Both together become one
-`Einsum`, which reduces over the image.
+`Einsum`, which reduces over the image. Attention multiplies images with each other.
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ def rewrite_image_products(graph: Graph, evaluate: StaticEvaluator) -> bool:
         Whether there were any.
     """
     replaced: dict[Tensor, Tensor] = {}
+    summed = {node.inputs[0] for node in graph.nodes.values() if node.op == "Sum"}
     for node in list(graph.nodes.values()):
         if node.control_inputs:
             continue
         if node.op == "BatchMatMulV2":
             product = _product_with_matrix(graph, node)
+            if product is None and node.out() not in summed:  # The sum may become the gradient of a matrix.
+                product = _product_of_images(graph, node, evaluate)
         elif node.op == "Sum":
             product = _gradient_of_matrix(graph, node, evaluate)
         else:
@@ -60,6 +63,22 @@ def _product_with_matrix(graph: Graph, node: Node) -> Tensor | None:
     pixels = string.ascii_lowercase[: len(image.shape) - 1]
     equation = f"{pixels}y,{'zy' if is_transposed else 'yz'}->{pixels}z"
     return _einsum(graph, node, equation, [image, matrix], (*image.shape[:-1], columns))
+
+
+def _product_of_images(graph: Graph, node: Node, evaluate: StaticEvaluator) -> Tensor | None:
+    """Add the product of the matrices in the last two dimensions of two tensors whose other dimensions are equal."""
+    first, second = node.inputs
+    shape = node.out().shape
+    if not first.shape or not second.shape or not shape or len(first.shape) < 3 or first.dtype.is_complex:
+        return None
+    if len(first.shape) != len(second.shape) or None in (*first.shape[1:], *second.shape[1:]):
+        return None
+    same_batch = evaluate.sizes.assume_equal(evaluate.sizes.of(first), evaluate.sizes.of(second))
+    if first.shape[1:-2] != second.shape[1:-2] or not same_batch:
+        return None
+    others = string.ascii_lowercase[: len(first.shape) - 2]
+    rows, columns = ("yx" if _is_adjoint(node, 0) else "xy"), ("zy" if _is_adjoint(node, 1) else "yz")
+    return _einsum(graph, node, f"{others}{rows},{others}{columns}->{others}xz", [first, second], shape)
 
 
 def _gradient_of_matrix(graph: Graph, node: Node, evaluate: StaticEvaluator) -> Tensor | None:

@@ -18,9 +18,6 @@ from rewriters.ir.static_values import StaticEvaluator, constant, type_attr
 
 __all__: list[str] = []
 
-_COMPARISONS = ("GreaterEqual", "Greater", "LessEqual", "Less")
-_RESHAPES = ("StridedSlice", "ExpandDims", "Reshape")
-
 
 def rewrite_masks(graph: Graph, evaluate: StaticEvaluator) -> bool:
     """Rewrite all such masks, in place.
@@ -31,11 +28,11 @@ def rewrite_masks(graph: Graph, evaluate: StaticEvaluator) -> bool:
     replaced: dict[Tensor, Tensor] = {}
     consumers = graph.consumers()
     for node in list(graph.nodes.values()):
-        if node.control_inputs:
+        if node.control_inputs or not node.inputs or len(node.outputs) != 1 or node.out().dtype != tf.bool:
             continue
-        if node.op in _RESHAPES and node.inputs[0].node.op == "MatrixBandPart":
+        if node.inputs[0].node.op == "MatrixBandPart":
             mask = _band(graph, node, evaluate)
-        elif node.op in _COMPARISONS and all(tensor.node.op == "Cumsum" for tensor in node.inputs):
+        elif len(node.inputs) == 2 and all(tensor.node.op == "Cumsum" for tensor in node.inputs):
             mask = _comparison(graph, node, evaluate)
         elif node.op == "LogicalAnd":
             mask = _without_ones(node, [reader for reader, _ in consumers.get(node.out(), ())])
@@ -65,7 +62,7 @@ def _comparison(graph: Graph, node: Node, evaluate: StaticEvaluator) -> Tensor |
     if not shape or None in shape or dims[0] == dims[1]:
         return None
     positions = [_positions(graph, node, dim, shape) for dim in dims]
-    return graph.add_beside(node, node.op, positions, {"T": type_attr(tf.int32)}, node.outputs).out()
+    return graph.add_beside(node, node.op, positions, {**node.attrs, "T": type_attr(tf.int32)}, node.outputs).out()
 
 
 def _is_one(tensor: Tensor) -> bool:
@@ -78,13 +75,19 @@ def _is_one(tensor: Tensor) -> bool:
 
 
 def _band(graph: Graph, reshape: Node, evaluate: StaticEvaluator) -> Tensor | None:
-    """Add the comparison that is equal to a band of ones with more axes of size 1; `None` for other matrices."""
+    """Add the comparison that is equal to a band of ones with more axes of size 1; `None` for other results."""
     band, shape = reshape.inputs[0].node, reshape.out().shape
     ones, below, above = band.inputs
     rows_and_columns = ones.shape
     if not _is_true(ones) or band.control_inputs or rows_and_columns is None or len(rows_and_columns) != 2:
         return None
-    if shape is None or shape[-2:] != rows_and_columns or set(shape[:-2]) - {1} or None in rows_and_columns:
+    if (
+        shape is None
+        or len(shape) < 3
+        or shape[-2:] != rows_and_columns
+        or set(shape[:-2]) - {1}
+        or None in rows_and_columns
+    ):
         return None
     if reshape.op == "StridedSlice" and any(stride < 1 for stride in evaluate.ints(reshape.inputs[3]) or (0,)):
         return None

@@ -543,6 +543,11 @@ class IterationEmitter:
         """Return the run-time size of the full batch."""
         return self.loop.batch
 
+    def result_spans(self, node: Node) -> list[Span]:
+        """Return the place in the full-size result of the rows that an op computes."""
+        computed: Region = tuple(plan.computed for plan in self.tile_loop.plans[node])  # type: ignore[misc]
+        return self.spans(node.out(), computed)
+
     def made_shape(self, node: Node) -> Any:
         """Return the shape of the rows that an op computes."""
         tensor = node.out()

@@ -80,6 +80,22 @@ class Layouts:
     def __init__(self) -> None:
         self._layouts: dict[Tensor, Layout] = {}
         self._links: dict[Tensor, list[AxisMap]] = {}
+        self._channels: dict[Tensor, set[int]] = {}
+
+    def mark_channel(self, tensor: Tensor, dim: int) -> None:
+        """Record that a dimension of a tensor is no axis."""
+        self._channels.setdefault(tensor, set()).add(dim)
+
+    def mark_operands(self, links: Iterable[AxisMap]) -> None:
+        """Record the dimensions of operands, the sources of links, that are dimensions of channels in the result."""
+        for link in links:
+            for dim, moved in link.moves.items():
+                if moved in self._channels.get(link.target, ()):
+                    self.mark_channel(link.source, dim)
+
+    def channels(self, tensor: Tensor) -> set[int]:
+        """Return the dimensions of a tensor that are recorded as no axes."""
+        return self._channels.get(tensor, set())
 
     def of(self, tensor: Tensor) -> Layout | None:
         """Return the layout; `None` for a tensor that holds no image."""
@@ -90,14 +106,21 @@ class Layouts:
         dims = [layout.dims for layout in self._layouts.values() if len(layout.dims) == axes]
         return [axis for axis in range(axes) if any(known[axis] is None for known in dims)]
 
-    def find(self, anchors: Iterable[Anchor], links: Iterable[AxisMap], tensors: Iterable[Tensor]) -> None:
+    def find(
+        self,
+        anchors: Iterable[Anchor],
+        links: Iterable[AxisMap],
+        tensors: Iterable[Tensor],
+        sequences: Iterable[Tensor] = (),
+    ) -> None:
         """Propagate layouts, those of earlier calls too, which stay as they are.
 
         Args:
             anchors: Known layouts; of two for a tensor the first counts.
             links: Axis maps along which layouts are propagated.
-            tensors: Tensors that no anchor reaches: those with three dimensions are assumed to be sequences, then those
-                with more to be images with channels last.
+            tensors: Tensors with four or five dimensions that no anchor and no sequence reaches are assumed to be
+                images with channels last.
+            sequences: Tensors that are sequences, `(batch, steps, channels)`, unless an anchor reaches them.
         """
         for link in links:
             self._links.setdefault(link.source, []).append(link)
@@ -107,12 +130,12 @@ class Layouts:
             first.setdefault(tensor, Layout(dims))
         self._spread(first)
         axes = max((len(layout.dims) for layout in self._layouts.values()), default=2)
-        ranked = [(len(tensor.shape), tensor) for tensor in tensors if tensor.shape is not None]
-        for rank, tensor in (*(item for item in ranked if item[0] == 3), *(item for item in ranked if item[0] != 3)):
-            if tensor not in self._layouts and rank in (3, 4, 5):
-                axis_dims: tuple[int | None, ...] = tuple(range(1, rank - 1))
-                axis_dims = (None,) * (axes - 1) + axis_dims if rank == 3 else axis_dims
-                self._spread({tensor: Layout(axis_dims)})
+        for tensor in sequences:
+            if tensor not in self._layouts:
+                self._spread({tensor: Layout((None,) * (axes - 1) + (1,))})
+        for tensor in tensors:
+            if tensor not in self._layouts and tensor.shape is not None and len(tensor.shape) in (4, 5):
+                self._spread({tensor: Layout(tuple(range(1, len(tensor.shape) - 1)))})
         self._count_entries()
 
     def _spread(self, new: Mapping[Tensor, Layout]) -> None:

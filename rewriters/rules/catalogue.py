@@ -6,12 +6,12 @@ from rewriters.rules import (
     data_movement,
     elementwise,
     pooling,
+    random_numbers,
     reduction,
     reshape,
-    resize,
     slicing,
 )
-from rewriters.rules.pixel_maps import bicubic, channels, mirror, patches, subpixel
+from rewriters.rules.pixel_maps import bicubic, channels, mirror, patches, resize, subpixel
 
 __all__: list[str] = []
 
@@ -25,6 +25,7 @@ _ = (
     resize,
     data_movement,
     slicing,
+    random_numbers,
     mirror,
     subpixel,
     bicubic,

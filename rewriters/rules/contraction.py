@@ -83,6 +83,15 @@ class Einsum(Rule):
         *operands, out = self.labels(op)
         return all(letters and letters[0] not in out for letters in operands)
 
+    def sequences(self, op: OpView) -> list[Tensor]:
+        """Return the operand with three dimensions of a product with a matrix, such as a dense layer on tokens."""
+        try:
+            first, *others = self.labels(op)
+        except NotTileableError:
+            return []
+        is_product = len(others) == 2 and len(others[0]) == 2 and first[:2] == others[-1][:2]
+        return [op.node.inputs[0]] if is_product and len(first) == 3 else []
+
     def links(self, op: OpView) -> list[AxisMap]:
         """Link the dimensions with equal letters."""
         try:
@@ -93,7 +102,7 @@ class Einsum(Rule):
         target, letters = op.node.out(), out
         if self._sums(op):
             target, letters = op.node.inputs[0], operands[0]
-        images = images if self._sums(op) else self._linked(operands, out, images)
+        images = images if self._sums(op) else self._linked(op, operands, out, images)
         pairs = [(op.node.inputs[p], operands[p]) for p in images if op.node.inputs[p] != target]
         return [
             AxisMap(
@@ -103,15 +112,16 @@ class Einsum(Rule):
             if labels[0] == letters[0]
         ]
 
-    def _linked(self, operands: Sequence[str], out: str, images: Sequence[int]) -> list[int]:
+    def _linked(self, op: OpView, operands: Sequence[str], out: str, images: Sequence[int]) -> list[int]:
         """Return the operands whose axes may be those of the result.
 
-        If several operands have a dimension of the result to themselves, its last one is a channel: the scores of
-        attention are normalised over the keys.
+        If several operands have a dimension of the result to themselves, one of them is a channel: the scores of
+        attention are normalised over the keys. It is the last one if nothing normalises the result.
         """
+        channels = {out[dim] for dim in op.layouts.channels(op.node.out())} or {out[-1]}
         shared = {p: "".join(operands[q] for q in images if q != p) for p in images}
         alone = {p for p in images if any(letter in out and letter not in shared[p] for letter in operands[p])}
-        is_channel = {p for p in alone if out[-1] in operands[p] and out[-1] not in shared[p]}
+        is_channel = {p for p in alone if (channels & set(operands[p])) - set(shared[p])}
         return [p for p in images if len(alone) < 2 or p not in is_channel]
 
     def read_whole(self, op: OpView) -> list[int]:

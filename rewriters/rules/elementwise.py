@@ -287,6 +287,11 @@ class Zeros(Pointwise):
 class OverChannels(Pointwise):
     """Normalisation along the last dimension."""
 
+    def channels(self, op: OpView) -> list[tuple[Tensor, int]]:
+        """Return the last dimension."""
+        image = op.node.inputs[0]
+        return [(image, len(image.shape) - 1)] if image.shape else []
+
     def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """Return `FULL`; the last dimension must hold channels."""
         out = op.node.out()

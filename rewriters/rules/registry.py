@@ -153,6 +153,9 @@ class Emitter(Protocol):
     def whole_batch(self) -> Any:
         """Return the run-time size of the full batch."""
 
+    def result_spans(self, node: Node) -> Sequence[tuple[Any, Any] | None]:
+        """Return begin and size of the rows that the op computes along each dimension; `None` for all of them."""
+
     def made_shape(self, node: Node) -> Any:
         """Return the shape of the result that the op computes."""
 
@@ -178,6 +181,16 @@ class Rule:
 
     def anchors(self, op: OpView) -> list[Anchor]:
         """Return the tensors whose axes the op fixes, with their dimensions."""
+        del op
+        return []
+
+    def channels(self, op: OpView) -> list[tuple[Tensor, int]]:
+        """Return dimensions of operands that are no axes of an image, as the op mixes all their entries."""
+        del op
+        return []
+
+    def sequences(self, op: OpView) -> list[Tensor]:
+        """Return the tensors that hold a sequence if nothing else tells their axes."""
         del op
         return []
 

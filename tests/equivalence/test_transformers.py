@@ -154,7 +154,12 @@ def differing(step, params):
     return {name: value for name, value in errors.items() if not value <= TOLERANCE}
 
 
-@pytest.mark.parametrize("name", NETS)
+SIBLINGS = {"class token", "convolutions of tokens", "tower and attention", "language model"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SIBLINGS else name for name in NETS]
+)
 def test_a_plan_within_a_budget_gives_equal_results(name):
     step = net_step(name)
     unlimited = tflms_sft.rewrite(step.function, tflms_sft.AutoParams("1GiB"), *step.specs).plan
@@ -162,6 +167,6 @@ def test_a_plan_within_a_budget_gives_equal_results(name):
     assert not differing(step, tflms_sft.AutoParams(budget))
 
 
-@pytest.mark.parametrize("name", ["language model", "captioner", "tower and attention"])
+@pytest.mark.parametrize("name", ["language model", pytest.param("captioner", marks=pytest.mark.slow)])
 def test_tiles_with_an_unknown_batch_give_equal_results(name):
     assert not differing(net_step(name, known_batch=False), tflms_sft.SFTParams(num_tiles=(1, 5)))
