@@ -321,7 +321,8 @@ def page(networks: list[list[str]], layers: list[list[str]], versions: dict[str,
         difference_32=_largest(line[2] for line in in_float32),
         tiled=_filled(f"**Tiled**: {_names(layers, lambda outcome: outcome == TILED)}."),
         barriers=_filled(
-            "**Tiled, with a [barrier](../explanation/barriers.md)**, a reduction over the image or attention between two loops: "
+            "**Tiled, with a [barrier](../explanation/barriers.md)**, a reduction over the image or attention between "
+            "two loops: "
             f"{_names(layers, lambda outcome: outcome.startswith(WITH_BARRIER))}."
         ),
         ends=_filled(
