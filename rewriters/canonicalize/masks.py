@@ -14,9 +14,13 @@ import numpy as np
 import tensorflow as tf
 
 from rewriters.ir.graph import Graph, Node, Tensor
+from rewriters.ir.op_traits import Trait, ops_with
 from rewriters.ir.static_values import StaticEvaluator, constant, type_attr
 
 __all__: list[str] = []
+
+_COMPARISONS = ops_with(Trait.COMPARISON)
+_ALIASES = ops_with(Trait.FORWARDS_BUFFER)
 
 
 def rewrite_masks(graph: Graph, evaluate: StaticEvaluator) -> bool:
@@ -30,9 +34,10 @@ def rewrite_masks(graph: Graph, evaluate: StaticEvaluator) -> bool:
     for node in list(graph.nodes.values()):
         if node.control_inputs or not node.inputs or len(node.outputs) != 1 or node.out().dtype != tf.bool:
             continue
-        if node.inputs[0].node.op == "MatrixBandPart":
+        adds_axes = node.op in _ALIASES or node.op == "StridedSlice"
+        if adds_axes and node.inputs[0].node.op == "MatrixBandPart":
             mask = _band(graph, node, evaluate)
-        elif len(node.inputs) == 2 and all(tensor.node.op == "Cumsum" for tensor in node.inputs):
+        elif node.op in _COMPARISONS and all(tensor.node.op == "Cumsum" for tensor in node.inputs):
             mask = _comparison(graph, node, evaluate)
         elif node.op == "LogicalAnd":
             mask = _without_ones(node, [reader for reader, _ in consumers.get(node.out(), ())])
@@ -81,13 +86,9 @@ def _band(graph: Graph, reshape: Node, evaluate: StaticEvaluator) -> Tensor | No
     rows_and_columns = ones.shape
     if not _is_true(ones) or band.control_inputs or rows_and_columns is None or len(rows_and_columns) != 2:
         return None
-    if (
-        shape is None
-        or len(shape) < 3
-        or shape[-2:] != rows_and_columns
-        or set(shape[:-2]) - {1}
-        or None in rows_and_columns
-    ):
+    if None in rows_and_columns or shape is None or len(shape) < 3:
+        return None
+    if shape[-2:] != rows_and_columns or set(shape[:-2]) - {1}:
         return None
     if reshape.op == "StridedSlice" and any(stride < 1 for stride in evaluate.ints(reshape.inputs[3]) or (0,)):
         return None
