@@ -36,7 +36,7 @@ def _rewritten(step: Any, budget: float, two_loops: bool) -> Any:
     from tflms_sft._planner import segment_tilings
 
     if two_loops:
-        segment_tilings.fused = lambda *_: None  # type: ignore[assignment]
+        segment_tilings.in_one_loop = lambda *_: None  # type: ignore[assignment]
     return tflms_sft.rewrite(step, tflms_sft.AutoParams(_bytes_of(budget, step), swap=False))
 
 
@@ -63,7 +63,7 @@ def planned(*, net: str, size: int, budget: float, two_loops: bool = False, emit
         "predicted_seconds": plan.predicted.seconds,
         "saved_bytes": waiting_bytes(plan),
         "loops": sum(segment.num_loops for segment in plan.segments),
-        "one_loop": any(segment.fused for segment in plan.segments),
+        "one_loop": any(segment.one_loop for segment in plan.segments),
         "plan_seconds": time.perf_counter() - began,
     }
 

@@ -52,7 +52,7 @@ def segment_signature(analysis: GraphAnalysis, segment: Segment) -> Hashable:
     body = tuple(tuple(map(hasher.operation, nodes)) for nodes in (segment.forward, segment.backward))
     ends = (segment.entries, segment.exits, segment.grad_entries, segment.grad_exits, segment.reductions)
     numbers = tuple(tuple(map(hasher.number, tensors)) for tensors in ends)
-    return (segment.fused, body, numbers, hasher.tensors())
+    return (segment.one_loop, body, numbers, hasher.tensors())
 
 
 class StructuralHasher:

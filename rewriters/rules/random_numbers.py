@@ -70,8 +70,13 @@ class RandomNumbers(Rule):
             """Return the numbers of consecutive rows, of which `place` numbers come first in the result."""
             first = (place * tf.cast(full[last], tf.int64) + tf.cast(begin, tf.int64)) * inner
             count = tf.cast(rows, tf.int64) * inner
-            shape = tf.cast([count + group - 1], op.node.inputs[0].dtype)
-            (numbers,) = emitter.clone(op.node, [shape, key, later(counter, first // group), algorithm])
+            numbers = getattr(tf.raw_ops, op.node.op)(
+                shape=[count + group - 1],
+                key=key,
+                counter=later(counter, first // group),
+                alg=algorithm,
+                dtype=op.node.out().dtype,
+            )
             return tf.slice(numbers, [first % group], [count])
 
         if last == 0:

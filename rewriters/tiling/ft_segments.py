@@ -289,9 +289,7 @@ def try_segment(
 def recomputes(segment: Segment) -> bool:
     """Return whether the backward ops of a segment read forward tensors that its tiles recompute."""
     forward, available = set(segment.forward), segment.available
-    return not segment.fused and any(
-        t.node in forward and t not in available for node in segment.backward for t in node.inputs
-    )
+    return any(t.node in forward and t not in available for node in segment.backward for t in node.inputs)
 
 
 def saved_bytes(analysis: GraphAnalysis, segment: Segment, batch: int) -> int:

@@ -47,7 +47,7 @@ class Segment:
         reductions: Reductions over the image that it computes (weight gradients).
         invariants: Tensors that every tile reads in full.
         stored: Forward tensors that are stored in full size instead of recomputed.
-        fused: Whether one loop runs all ops, so that an iteration recomputes nothing but halos.
+        one_loop: Whether one loop runs all ops, so that an iteration recomputes nothing but halos.
         notes: Notes for the user.
         loop_specs: With barriers, the loops in the order in which they run. All kinds are `FULL` or `INVARIANT` then.
         checkpoint_set: With barriers, the numbers of the family and of the set of checkpoints, by which a stored plan
@@ -65,7 +65,7 @@ class Segment:
     reductions: list[Tensor]
     invariants: list[Tensor]
     stored: frozenset[Tensor] = frozenset()
-    fused: bool = False
+    one_loop: bool = False
     notes: list[str] = dataclasses.field(default_factory=list)
     loop_specs: list[LoopSpec] = dataclasses.field(default_factory=list)
     checkpoint_set: tuple[int, int] | None = None
@@ -73,10 +73,10 @@ class Segment:
     @property
     def available(self) -> set[Tensor]:
         """Forward tensors that exist in full size when the backward loop runs."""
-        return set(self.entries) if self.fused else {*self.entries, *self.exits, *self.stored}
+        return set(self.entries) if self.one_loop else {*self.entries, *self.exits, *self.stored}
 
 
-def fused(analysis: GraphAnalysis, segment: Segment, excluded: set[Node]) -> Segment | None:
+def in_one_loop(analysis: GraphAnalysis, segment: Segment, excluded: set[Node]) -> Segment | None:
     """Return a segment with one loop for its forward and its backward ops; `None` if there is none.
 
     The incoming gradients must not depend on its results. This is true of a mean or a sum over pixels, such as a loss
@@ -102,7 +102,7 @@ def fused(analysis: GraphAnalysis, segment: Segment, excluded: set[Node]) -> Seg
             return None
         if _between(analysis, segment):
             return None
-    return dataclasses.replace(segment, fused=True)
+    return dataclasses.replace(segment, one_loop=True)
 
 
 def _between(analysis: GraphAnalysis, segment: Segment) -> set[Node]:

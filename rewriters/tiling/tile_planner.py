@@ -269,8 +269,8 @@ class TilePlanner(RowDemand):
         The plan has no forward loop if no op outside of the segment reads its exits, as with a loss that the step
         does not return. It has no backward loop if the segment has no backward ops.
         """
-        if self.segment.fused:
-            return [self.fused(backward_grid)]
+        if self.segment.one_loop:
+            return [self.only_loop(backward_grid)]
         loops = [self.forward(grid)] if self.segment.exits or self.segment.stored else []
         if self.segment.backward:
             loops.append(self.backward(backward_grid))
@@ -326,7 +326,7 @@ class TilePlanner(RowDemand):
         """Plan the loop that computes gradients from the incoming ones, and recomputes the forward values it reads."""
         return self.backward_loop(grid, *self.backward_rows(grid))
 
-    def fused(self, grid: Grid) -> TileLoop:
+    def only_loop(self, grid: Grid) -> TileLoop:
         """Plan the loop that computes exits, and gradients from the incoming ones."""
         cells = {tensor: self.cells_of(tensor, grid) for tensor in self.segment.exits}
         loop = self.backward_loop(grid, *self.backward_rows(grid, cells))

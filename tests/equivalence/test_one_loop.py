@@ -15,7 +15,7 @@ from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize import canonicalize
 from rewriters.emission import tile_pass
 from rewriters.tiling.ft_segments import auto_segments
-from rewriters.tiling.segment import fused
+from rewriters.tiling.segment import in_one_loop
 from rewriters.tiling.tile_planner import Grid
 
 SIZE, BATCH, CLASSES, STEPS = (21, 18), 3, 3, 3
@@ -114,9 +114,9 @@ def one_loop(analysis, grid, must_fuse=True):
     """Plan the segments of a step, each in one loop."""
     plans, excluded = [], set()
     for segment in auto_segments(analysis, None, BATCH, {})[0]:
-        in_one_loop = fused(analysis, segment, excluded)
-        assert in_one_loop is not None or not must_fuse
-        plans.append(tile_pass.plan_segment(analysis, in_one_loop or segment, grid))
+        only_one = in_one_loop(analysis, segment, excluded)
+        assert only_one is not None or not must_fuse
+        plans.append(tile_pass.plan_segment(analysis, only_one or segment, grid))
         excluded.update(plans[-1].segment.backward)
     return plans
 
@@ -136,7 +136,7 @@ def test_a_gradient_that_depends_on_all_pixels_needs_two_loops():
     analysis = GraphAnalysis(canonicalize.read_canonical(step.concrete_fn))
     segments, _ = auto_segments(analysis, None, BATCH, {})
     assert segments
-    assert not any(fused(analysis, segment, set()) for segment in segments)
+    assert not any(in_one_loop(analysis, segment, set()) for segment in segments)
 
 
 def test_a_loss_that_scales_its_own_gradient_needs_two_loops():
@@ -149,7 +149,7 @@ def test_a_loss_that_scales_its_own_gradient_needs_two_loops():
     analysis = GraphAnalysis(canonicalize.read_canonical(step.concrete_fn))
     segments, _ = auto_segments(analysis, None, BATCH, {})
     assert segments
-    assert not any(fused(analysis, segment, set()) for segment in segments)
+    assert not any(in_one_loop(analysis, segment, set()) for segment in segments)
     rewritten = rewrite_as(step.concrete_fn, lambda analysis: one_loop(analysis, GRIDS["tiles"], must_fuse=False))
     assert not differences(step, rewritten)
 
@@ -159,5 +159,5 @@ def test_a_budget_uses_one_loop():
     unlimited = tflms_sft.rewrite(step.function, tflms_sft.AutoParams("1GiB"), *step.specs)
     budget = int(0.6 * unlimited.plan.original.peak_bytes)
     plan = tflms_sft.rewrite(step.function, tflms_sft.AutoParams(budget), *step.specs).plan
-    assert any(segment.fused for segment in plan.segments)
+    assert any(segment.one_loop for segment in plan.segments)
     assert "forward and backward in one loop" in str(plan)

@@ -47,7 +47,7 @@ class BlockChoice:
         grid: Tiles of the only loop, or of the backward loop; `None` leaves the blocks untiled.
         forward_grid: Tiles of the forward loop, if they differ.
         halo: How tiles get the rows that they share.
-        fused: Whether one loop runs the forward and the backward ops.
+        one_loop: Whether one loop runs the forward and the backward ops.
         checkpoints: Inner tensors that are saved, too, instead of being recomputed.
         saved_bytes: Bytes that stay for the backward pass.
         working_bytes: Bytes needed on top while the blocks run.
@@ -59,7 +59,7 @@ class BlockChoice:
     grid: Grid | None = None
     forward_grid: Grid | None = None
     halo: Halo = Halo.RECOMPUTE
-    fused: bool = False
+    one_loop: bool = False
     checkpoints: frozenset[Tensor] = frozenset()
     saved_bytes: int = 0
     working_bytes: int

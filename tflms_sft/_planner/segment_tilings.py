@@ -22,7 +22,7 @@ from rewriters.estimates.op_cost import CostModel, sum_in_order
 from rewriters.ir.graph import Node, Tensor
 from rewriters.tiling.barrier_planner import LatestPlans
 from rewriters.tiling.checkpoint_selection import LoopSpec
-from rewriters.tiling.segment import Segment, fused
+from rewriters.tiling.segment import Segment, in_one_loop
 from rewriters.tiling.tile_planner import Grid, Halo, TileLoop
 from tflms_sft._planner.block_search import BlockChoice
 from tflms_sft._planner.tile_grids import auto_grids, coarsest_fitting, fastest, thinned
@@ -249,9 +249,9 @@ def tilings(
         estimates: Estimates of such segments, which this one adds to.
     """
     ways = [(segment, halo) for halo in Halo]
-    in_one_loop = fused(traced.analysis, segment, set())
-    if in_one_loop is not None:
-        ways.insert(0, (in_one_loop, Halo.RECOMPUTE))
+    only_one = in_one_loop(traced.analysis, segment, set())
+    if only_one is not None:
+        ways.insert(0, (only_one, Halo.RECOMPUTE))
     result = []
     for one, halo in ways:
         key = segment_signature(traced.analysis, one)
@@ -282,7 +282,7 @@ class SegmentTilings:
         self._traced = traced
         self._blocks = blocks
         self._halo = halo
-        self._fused = segment.fused
+        self._one_loop = segment.one_loop
         self._planner = planner_for(traced.analysis, segment, halo)
         self._grids = thinned(auto_grids(traced.analysis, segment, batch, halo is Halo.CARRY), GRID_GROWTH)
         self._exit_bytes = sum(tensor.num_bytes(batch) for tensor in segment.exits)
@@ -355,7 +355,7 @@ class SegmentTilings:
                 grid=grid,
                 forward_grid=_coarser(grid, estimate.coarsening),
                 halo=self._halo,
-                fused=self._fused,
+                one_loop=self._one_loop,
                 saved_bytes=self._exit_bytes + math.ceil(estimate.saved_bytes),
                 working_bytes=math.ceil(estimate.iteration_bytes) + self._gradient_bytes,
                 seconds=estimate.seconds,
@@ -416,7 +416,7 @@ def _coarser(grid: Grid, ratio: int) -> Grid:
 
 def _checkpoint_candidates(traced: TracedStep, segment: Segment) -> list[CheckpointCandidate]:
     """Return inner tensors to checkpoint, greedily by the time that they save for their size, in one tile."""
-    if segment.fused:
+    if segment.one_loop:
         return []
     analysis, batch = traced.analysis, traced.batch
     grid = auto_grids(analysis, segment, batch)[0]

@@ -89,7 +89,7 @@ class PlannedSegment:
         notes: Remarks for the user.
         num_loops: Number of tile loops. Between barriers, such as the moments of BatchNorm, there are several; then
             `num_tiles`, `tile_bytes` and `tile_rows` are those of the loops with the most tiles.
-        fused: Whether one loop runs the forward and the backward ops, so that nothing but halos is recomputed. Both
+        one_loop: Whether one loop runs the forward and the backward ops, so that nothing but halos is recomputed. Both
             numbers of tiles are those of this loop.
         kept: Between barriers, names of the tensors that are saved for the backward pass; the others that it reads are
             recomputed from them.
@@ -116,7 +116,7 @@ class PlannedSegment:
     tile_rows: tuple[tuple[int, ...], tuple[int, ...]]
     notes: tuple[str, ...] = ()
     num_loops: int = 2
-    fused: bool = False
+    one_loop: bool = False
     kept: tuple[str, ...] = ()
     halo: str = "recompute"
     saved_bytes: int = 0

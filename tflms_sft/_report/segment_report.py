@@ -120,7 +120,7 @@ def describe_segment(
         names: Layer names of tensors.
     """
     analysis, batch, segment = costs.analysis, costs.batch, plan.segment
-    forward, backward = (_finest(plan, is_backward) for is_backward in (segment.fused, True))
+    forward, backward = (_finest(plan, is_backward) for is_backward in (segment.one_loop, True))
 
     def shown(tensors: Sequence[Tensor]) -> tuple[str, ...]:
         return tuple(names.get(t, t.name) for t in tensors)
@@ -142,7 +142,7 @@ def describe_segment(
         tile_rows=_tile_rows(plan, forward or plan.loops[0]),
         notes=(*segment.notes, *_unused_batch_tiles(plan, batch)),
         num_loops=len(plan.loops),
-        fused=segment.fused,
+        one_loop=segment.one_loop,
         kept=shown(_saved_tensors(plan)),
         halo=plan.halo.value,
         saved_bytes=_saved_bytes(plan, batch),

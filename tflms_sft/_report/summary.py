@@ -94,7 +94,7 @@ def decision(segment: PlannedSegment) -> str:
     counts = [math.prod(loop) for loop in (segment.num_tiles, segment.backward_num_tiles) if loop]
     if segment.kept or segment.num_loops > len(counts):
         text = f"{segment.num_loops} loops between barriers"
-    elif segment.fused:
+    elif segment.one_loop:
         text = "forward and backward in one loop"
     elif max(counts) == 1:
         text = "recompute"
@@ -179,7 +179,7 @@ def segment_lines(segment: PlannedSegment) -> Iterator[str]:
     """Yield the details of a segment that the table has no column for."""
     has_barriers = segment.kept or segment.num_loops > sum(map(bool, _grids(segment)))
     phases = [name for name, counts in zip(("forward", "backward"), _grids(segment), strict=True) if counts]
-    loops = [""] if segment.fused else [f" {phase}" for phase in phases]
+    loops = [""] if segment.one_loop else [f" {phase}" for phase in phases]
     sizes = zip(segment.tile_bytes, loops, strict=True)
     memory = "takes " + ", ".join(f"{format_bytes(size)}{name}" for size, name in sizes)
     rows, in_rows = ("x".join(map(str, size)) for size in segment.tile_rows)

@@ -24,7 +24,7 @@ from tflms_sft._planner.segment_tilings import LoopEstimates
 from tflms_sft._planner.traced_step import TracedStep
 from tflms_sft._version import __version__
 
-FORMAT = 2
+FORMAT = 3
 """Version of the JSON object."""
 
 Recipe = dict[str, Any]
@@ -65,7 +65,7 @@ def _segment_recipe(position: Mapping[Node, int], plan: SegmentPlan) -> Recipe:
     return {
         "name": segment.name,
         "ops": sorted(position[node] for node in segment.forward),
-        "fused": segment.fused,
+        "one_loop": segment.one_loop,
         "stored": _tensors(position, segment.stored),
         "checkpoints": segment.checkpoint_set,
         "grids": [[loop.grid.batch, *loop.grid.spatial] for loop in plan.loops],
@@ -114,6 +114,6 @@ def _chain_plan(traced: TracedStep, item: Recipe, backward_ops: set[Node]) -> Se
     ops = {order[index] for index in item["ops"]}
     stored = frozenset(order[index].out(output) for index, output in item["stored"])
     segment = build_segment(traced.analysis, item["name"], ops, backward_ops)
-    segment = dataclasses.replace(segment, stored=stored, fused=item["fused"])
+    segment = dataclasses.replace(segment, stored=stored, one_loop=item["one_loop"])
     forward, *others = _grids(item)
     return plan_segment(traced.analysis, segment, forward, others[-1] if others else None, Halo(item["halo"]))
