@@ -26,7 +26,7 @@ from tflms_sft import AutoParams
 from tflms_sft._planner.barrier_search import Barriers
 from tflms_sft._planner.block_search import fastest_path
 from tflms_sft._planner.segment_tilings import _checkpoint_candidates
-from tflms_sft._planner.tile_grids import auto_grids, coarsest_fitting
+from tflms_sft._planner.tile_grids import auto_grids, coarsest_fitting, loop_grids, thinned
 from tflms_sft._planner.tile_search import TrainingSearch
 from tflms_sft._planner.traced_step import MAX_SKELETONS, analyse_step, predict
 from tflms_sft._planner.training_blocks import TrainingBlocks, backward_positions
@@ -53,11 +53,12 @@ def test_auto_grids_grow_from_one_tile_and_keep_tiles_square(shape):
     grids = [grid.spatial for grid in auto_grids(*segment_of(*shape), 1)]
     rows, columns = shape[0] // 8, shape[1] // 8  # The exit, after three pools.
     assert grids[0] == (1, 1)
-    assert grids[-1] == (min(rows, 64), min(columns, 64)), "as many tiles as the exit has rows"
+    most = 64 if columns > 1 else 4096
+    assert grids[-1] == (min(rows, most), min(columns, most)), "as many tiles as the exit has rows"
     for before, after in zip(grids, grids[1:], strict=False):
         assert sorted(b - a > 0 for a, b in zip(before, after, strict=True)) == [False, True], "one axis at a time"
     for high, wide in grids:
-        if 1 < high < min(rows, 64) and 1 < wide < min(columns, 64):
+        if 1 < high < min(rows, most) and 1 < wide < min(columns, most):
             assert 0.3 < (rows / high) / (columns / wide) < 3
 
 
@@ -69,6 +70,26 @@ def test_auto_grids_split_batch_before_image(batch):
     assert all(grid.spatial == (1, 1) for grid in grids if grid.batch < batch)
     alone = [grid.spatial for grid in auto_grids(*segment_of(64, 64), 1)]
     assert [grid.spatial for grid in grids if grid.batch == batch] == alone
+
+
+def test_grids_of_sequence_grow_evenly_to_one_token_per_tile():
+    """A sequence is split along one axis only, more often than an image along each; tiles of one token are slow."""
+    tokens = keras.Input((3000, 4), batch_size=1)
+    step = gradient_step(keras.Model(tokens, layers.Conv1D(4, 3, padding="same")(tokens)))
+    analysis = GraphAnalysis(read_canonical(step.get_concrete_function(tf.TensorSpec((1, 3000, 4)))))
+    (segment,), _ = ft_segments.auto_segments(analysis, None, 1, {})
+    for grids in (auto_grids(analysis, segment, 1), loop_grids(analysis, segment.exits, 1)):
+        counts = [grid.num_tiles for grid in grids]
+        assert counts[0] == 1 and counts[-1] == 3000
+        assert all(before < after <= 2 * before for before, after in itertools.pairwise(counts))
+
+
+@pytest.mark.parametrize("batch", [1, 4, 6, 50])
+def test_thinned_grids_keep_whole_images_and_finest_grid(batch):
+    grids = auto_grids(*segment_of(64, 64), batch)
+    thin = thinned(grids, 1.9)
+    assert Grid(batch, (1, 1)) in thin and thin[0] == grids[0] and thin[-1] == grids[-1]
+    assert thin == [grid for grid in grids if grid in thin] and len(thin) < len(grids)
 
 
 @pytest.mark.parametrize("first", [0, 1, 4, 5])

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from golden_nets import residual, train_step, unet_2d, vgg
+from golden_nets import residual, swapped, train_step, unet_2d, vgg
 from training import SETTINGS, X, Y, net
 
 import tflms_sft
@@ -132,6 +132,41 @@ def test_saved_plan_trains_without_search_as_plain(tmp_path, monkeypatch):
         np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
 
 
+def segmenter():
+    """Return a network that classifies pixels."""
+    keras.utils.set_random_seed(0)
+    image = keras.Input((32, 32, 3), batch_size=2)
+    x = image
+    for _ in range(3):
+        x = keras.layers.Conv2D(8, 3, padding="same", activation="relu")(x)
+    model = keras.Model(image, keras.layers.Conv2D(3, 1)(x))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(0.01), loss, jit_compile=False)
+    return model
+
+
+def test_saved_plan_of_one_loop_trains_as_plain(tmp_path, monkeypatch):
+    """The loss of each pixel is known in the loop of the forward ops, so that backward ops run in it too."""
+    keras.config.set_floatx("float64")
+    random, path = np.random.default_rng(0), tmp_path / "plan.json"
+    images, labels = random.normal(size=(4, 32, 32, 3)), random.integers(3, size=(4, 32, 32))
+    histories, variables = [], []
+    for arguments in (None, {"memory_budget": "400KiB"}, {"plan": path}):
+        model = segmenter()
+        callbacks = [] if arguments is None else [MemoryBudget(**arguments, verbose=0)]
+        fitted = model.fit(images, labels, batch_size=2, callbacks=callbacks, **SETTINGS)
+        histories.append(fitted.history["loss"])
+        variables.append(model.get_weights())
+        for callback in callbacks:
+            assert any(segment.one_loop for segment in callback.plan.segments)
+            callback.plan.save(path)
+            monkeypatch.setattr(budget_search, "_search", no_search)
+    for got, weights in zip(histories[1:], variables[1:], strict=True):
+        np.testing.assert_allclose(got, histories[0], rtol=1e-10)
+        for a, b in zip(weights, variables[0], strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
+
+
 def test_unusable_plan_file_is_refused_with_reason(tmp_path):
     path, other = tmp_path / "plan.json", tmp_path / "other.json"
     planned(vgg, AutoParams(budget_of(vgg), headroom=0)).save(path)
@@ -172,12 +207,12 @@ def test_saved_plan_above_budget_is_refused_before_training(tmp_path):
 
 def test_saved_plan_with_swaps_is_refused_without(tmp_path):
     path = tmp_path / "plan.json"
-    plan = planned(unet_2d, AutoParams(int(0.8 * planned(unet_2d, AutoParams("1GiB")).original.peak_bytes), headroom=0))
+    plan = planned(swapped, AutoParams(int(0.8 * planned(swapped, AutoParams("1GiB")).original.peak_bytes), headroom=0))
     assert plan.swaps
     plan.save(path)
-    assert planned(unet_2d, AutoParams(plan=path)).swaps
+    assert planned(swapped, AutoParams(plan=path)).swaps
     with pytest.raises(RewriteError, match="`plan` must not swap with `swap=False`. Received: plan='.*', which swaps"):
-        planned(unet_2d, AutoParams(plan=path, swap=False))
+        planned(swapped, AutoParams(plan=path, swap=False))
 
 
 def test_save_plan_of_explicit_parameters_is_refused(tmp_path):

@@ -13,7 +13,7 @@ from rewriters.tiling.segment import Segment
 from rewriters.tiling.tile_planner import Grid
 
 AUTO_TILES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
-"""Tiles per axis that are tried, fewest first."""
+"""Tiles per axis that are tried, fewest first. Long axes of sequences have more: 96, 128, 192, 256, ..."""
 
 
 def auto_grids(analysis: GraphAnalysis, segment: Segment, batch: int, rows_only: bool = False) -> list[Grid]:
@@ -23,10 +23,12 @@ def auto_grids(analysis: GraphAnalysis, segment: Segment, batch: int, rows_only:
     or with `rows_only` the first axis alone.
     """
     limits = max_tiles(analysis, segment)
-    counts = [_counts(min(rows, AUTO_TILES[-1])) for rows in (_first_axis_only(limits) if rows_only else limits)]
+    is_sequence = sum(rows > 1 for rows in limits) == 1
+    most = AUTO_TILES[-1] ** (2 if is_sequence else 1)
+    counts = [_counts(min(rows, most)) for rows in (_first_axis_only(limits) if rows_only else limits)]
     extents = max(known_extents(analysis, segment.exits or segment.grad_entries), key=math.prod)
     indices = [0] * len(counts)
-    grids = [Grid(images, (1,) * len(counts)) for images in (*(n for n in AUTO_TILES if n < batch), batch)]
+    grids = [Grid(images, (1,) * len(counts)) for images in _counts(batch)]
     while open_axes := [axis for axis, steps in enumerate(counts) if indices[axis] + 1 < len(steps)]:
         axis = max(open_axes, key=lambda axis: (extents[axis] / counts[axis][indices[axis]], -axis))
         indices[axis] += 1
@@ -48,7 +50,9 @@ def loop_grids(analysis: GraphAnalysis, tensors: Sequence[Tensor], batch: int, r
 
 
 def _counts(limit: int) -> list[int]:
-    return [n for n in AUTO_TILES if n < limit] + [limit]
+    """Return numbers of tiles to try, up to the limit."""
+    longer = (factor * 2**exponent for exponent in range(limit.bit_length()) for factor in (96, 128))
+    return [n for n in (*AUTO_TILES, *longer) if n < limit] + [limit]
 
 
 def _first_axis_only(limits: Sequence[int]) -> list[int]:
@@ -63,10 +67,15 @@ def first_axis(limits: Sequence[int]) -> int:
 
 
 def thinned(grids: Sequence[Grid], growth: float) -> list[Grid]:
-    """Return a subsequence in which each grid has `growth` times the tiles of the one before, and the last grid."""
+    """Return a subsequence in which each grid has `growth` times the tiles of the one before.
+
+    It holds the last grid, and the last one of whole images, which has no halos.
+    """
+    whole_images = max((n for n, grid in enumerate(grids) if math.prod(grid.spatial) == 1), default=0)
     thin = list(grids[:1])
-    for grid in grids[1:]:
-        if grid is grids[-1] or grid.num_tiles >= growth * thin[-1].num_tiles:
+    for number, grid in enumerate(grids[1:], 1):
+        is_kept = number in (whole_images, len(grids) - 1)
+        if is_kept or grid.num_tiles >= growth * thin[-1].num_tiles:
             thin.append(grid)
     return thin
 
