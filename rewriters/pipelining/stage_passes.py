@@ -22,7 +22,7 @@ from rewriters.ir.graph_pass import GraphPass, PassResult, check_effects, check_
 from rewriters.pipelining.stage_assignment import Stages, scheduled_ops
 from rewriters.pipelining.step_partition import StepPartition
 from rewriters.scheduling.serialize_ops import SerializeLargeOps
-from rewriters.swapping.swap_pass import Swap, SwapOptions, SwapPlan, insert_swaps, plan_swaps
+from rewriters.swapping.swap_pass import Swap, SwapIn, SwapOptions, SwapPlan, insert_swaps, plan_swaps
 from rewriters.swapping.tiers import Tier
 from rewriters.tiling.tile_planner import TileLoop
 
@@ -110,6 +110,8 @@ def with_swaps(
     plan = plan_swaps(analysis, options, batch)
     if not plan.swaps:
         return dataclasses.replace(staged, left=plan.left)
+    for swap in plan.swaps:
+        swap.swap_ins = [part for swap_in in swap.swap_ins for part in _of_stages(swap_in, staged.stages.of)]
     result = insert_swaps(analysis, plan.swaps, tier, max_in_flight)
     places = _places_of_swaps(staged, result.graph, set(result.swap_outs))
     stages = {node.name: place.stage for node, place in places.items()}
@@ -117,6 +119,14 @@ def with_swaps(
     places = {graph.nodes[node.name]: place for node, place in places.items()}
     outs = [graph.nodes[node.name] for node in result.swap_outs]
     return _swapped(_transfer_metadata(staged, graph, places, {}), plan, outs)
+
+
+def _of_stages(swap_in: SwapIn, stages: Mapping[Node, int]) -> list[SwapIn]:
+    """Split a swap-in into one for each stage: a device reads a tensor from the host, and not from another device."""
+    readers: dict[int | None, list[Node]] = {}
+    for reader in swap_in.readers:
+        readers.setdefault(stages.get(reader), []).append(reader)
+    return [SwapIn(part, swap_in.control) for part in readers.values()]
 
 
 def _swapped(staged: StagedStep, plan: SwapPlan, outs: Iterable[Node]) -> StagedStep:

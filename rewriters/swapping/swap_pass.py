@@ -254,7 +254,7 @@ class _SwapSelector:
                 self.left.append((tensor.name, f"no op can trigger its swap-in for `{reader.name}`"))
             else:
                 swap_ins.append(SwapIn([reader], control))
-        return Swap(tensor, swap_ins, tensor.node in self.fixed) if swap_ins else None
+        return Swap(tensor, _merged(swap_ins), tensor.node in self.fixed) if swap_ins else None
 
     def _list_swap(self, tensor: Tensor) -> Swap | None:
         """Return the swap of a tensor list, whose elements are read in reverse order: the loops order the swap-ins."""
@@ -317,6 +317,19 @@ class _SwapSelector:
 
             control = self._control(fetch.source, fetch.consumer, is_early)
             fetches[fetch].control = control or fetches[fetch].control
+        for swap in swaps:
+            swap.swap_ins = _merged(swap.swap_ins)
+
+
+def _merged(swap_ins: Iterable[SwapIn]) -> list[SwapIn]:
+    """Merge the swap-ins of a tensor that start together: their copies would exist at the same time."""
+    merged: dict[Node, SwapIn] = {}
+    for swap_in in swap_ins:
+        if swap_in.control in merged:
+            merged[swap_in.control].readers += swap_in.readers
+        else:
+            merged[swap_in.control] = swap_in
+    return list(merged.values())
 
 
 def _is_data(tensor: Tensor) -> bool:

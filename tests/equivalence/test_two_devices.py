@@ -74,7 +74,7 @@ TRANSFERS = """
     from tflms_sft._machine import rate_benchmarks
     properties.name = lambda: "CPU:1"
     print(rate_benchmarks._host())
-    copy = rate_benchmarks.out_and_back()
+    copy = rate_benchmarks.out_and_back(2**26)
     on_host, on_device = sorted(copy.get_concrete_function().graph.variables, key=lambda variable: variable.device)
     on_host.assign(tf.zeros_like(on_host))
     copy()

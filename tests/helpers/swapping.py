@@ -23,13 +23,13 @@ class Swapped:
     function: object
 
 
-def swapped(step, tier=None, max_in_flight=2, cuts=(), **options):
+def swapped(step, tier=None, max_in_flight=2, cuts=(), times=None, **options):
     analysis = GraphAnalysis(canonicalize.read_canonical(step.concrete_fn))
     if cuts:
         analysis = GraphAnalysis(tile_pass.tile_segments(analysis, plan(analysis, cuts)))
     analysis = in_swap_order(without_copies(analysis.graph), 1, 2)
     tier = tier or HostTier()
-    swap_plan = plan_swaps(analysis, SwapOptions(**options), 2)
+    swap_plan = plan_swaps(analysis, SwapOptions(**options), 2, times)
     graph = insert_swaps(analysis, swap_plan.swaps, tier, max_in_flight).graph
     importer = StepImporter(graph, step.concrete_fn, tier)
     specs = [tf.TensorSpec(t.shape, t.dtype) for t in step.concrete_fn.inputs[: importer.num_arguments]]

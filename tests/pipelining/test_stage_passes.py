@@ -147,6 +147,9 @@ def test_pass_edges_stay_in_their_stage(staged):
     ways = [name for name in names if "/swap_in_" in name and name[-1].isdigit()]
     assert len(ways) == sum(len(swap.swap_ins) for swap in swapped.swaps)
     assert all(node.op == "PyFunc" for node in swapped.stages.fixed)
+    stage_of = {node.name: stage for node, stage in swapped.stages.of.items()}
+    copies = [{stage_of[reader.name] for reader in way.readers} for swap in swapped.swaps for way in swap.swap_ins]
+    assert all(len(stages) == 1 for stages in copies), "a device reads its own copy from the host"
 
 
 def test_loops_have_the_part_and_stage_of_their_ops(staged):

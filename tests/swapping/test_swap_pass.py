@@ -20,6 +20,7 @@ from rewriters.scheduling.delay_early_ops import earliest_forward_level
 from rewriters.swapping.spill_store import SpillStore
 from rewriters.swapping.swap_pass import Swap, SwapIn, SwapOptions, insert_swaps, plan_swaps
 from rewriters.swapping.tiers import DiskTier, HostTier
+from rewriters.swapping.transfer_schedule import LeadTimes
 from rewriters.swapping.trigger_search import TriggerSearch
 
 
@@ -314,6 +315,20 @@ def test_plan_swaps_close_consumers_share_swap_in(traced):
     assert ways(fuse_swapins=True, fuse_distance=0) != fused
     result = swapped(traced, fuse_swapins=True, fuse_distance=100)
     assert same_bits(traced, result.function)
+
+
+@pytest.mark.parametrize("lead", (None, 1.0, 4.0))
+def test_plan_swaps_consumers_with_one_trigger_share_swap_in(lead):
+    """Their copies would exist at the same time, so that one copy takes less memory and fewer transfers."""
+    step = keras_step(plain, (16, 24), 2)
+    result = swapped(step, times=None if lead is None else LeadTimes(lambda node: 1e-3, 1e6, lead))
+    shared = 0
+    for swap in result.plan.swaps:
+        triggers = [swap_in.control for swap_in in swap.swap_ins]
+        assert len(set(triggers)) == len(triggers)
+        shared += any(len(swap_in.readers) > 1 for swap_in in swap.swap_ins)
+    assert shared >= 3
+    assert same_bits(step, result.function)
 
 
 def test_plan_swaps_swap_branches_adds_long_branches(traced):

@@ -43,8 +43,8 @@ HEAP_BYTES, MAPPED_BYTES = 2**24, 6 * 2**24
 """Size of a result that the C library takes from its heap, and of one that it maps newly: more than the 64 MiB that its
 heap may keep free."""
 
-TRANSFER_BYTES = 2**26
-"""Bytes that are copied to host memory and back."""
+TRANSFER_BYTES = 2**25, 2**28
+"""Bytes of two tensors that are copied to host memory and back."""
 
 DISK_BYTES = 3 * 2**24
 """Bytes that are written to a disk and read again."""
@@ -423,18 +423,21 @@ def _seconds_of_link(link: Callable[[Any], Any], x: Any) -> float:
 def _host() -> float:
     """Return the rate of transfers between an accelerator and host memory in bytes/s.
 
-    As in swaps, TensorFlow copies from and to memory of its host allocator. Copies of other memory take longer.
+    As in swaps, TensorFlow copies from and to memory of its host allocator. Copies of other memory take longer. The
+    difference of two sizes leaves out the start of a step.
     """
-    return 2 * TRANSFER_BYTES / _seconds(out_and_back())
+    few, many = TRANSFER_BYTES
+    fast, slow = (_seconds(out_and_back(size)) for size in TRANSFER_BYTES)
+    return 2 * (many - few) / max(slow - fast, 0.2 * slow)
 
 
-def out_and_back() -> Any:
+def out_and_back(num_bytes: int) -> Any:
     """Return a function that copies a tensor of the device to the host and back.
 
     The copies are variables, because Grappler drops identities.
     """
     with tf.device(f"/{properties.name()}"):
-        on_device = tf.Variable(tf.fill([TRANSFER_BYTES // 4], 1.0))
+        on_device = tf.Variable(tf.fill([num_bytes // 4], 1.0))
     with tf.device("/device:CPU:0"):
         on_host = tf.Variable(on_device)
 
