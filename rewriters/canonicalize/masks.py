@@ -22,6 +22,12 @@ __all__: list[str] = []
 _COMPARISONS = ops_with(Trait.COMPARISON)
 _ALIASES = ops_with(Trait.FORWARDS_BUFFER)
 
+_POSITIONS = tf.float32
+"""Type of positions: a GPU compares `int32` on the host, and a CPU takes twice as long for `int64`."""
+
+_MAX_POSITIONS = 2**24
+"""Positions that the type represents exactly."""
+
 
 def rewrite_masks(graph: Graph, evaluate: StaticEvaluator) -> bool:
     """Rewrite all such masks, in place.
@@ -64,10 +70,15 @@ def _comparison(graph: Graph, node: Node, evaluate: StaticEvaluator) -> Tensor |
         if not isinstance(dim, int) or not is_plain or tensor.shape != shape or not _is_one(tensor.node.inputs[0]):
             return None
         dims.append(dim % len(shape or ()))
-    if not shape or None in shape or dims[0] == dims[1]:
+    if not shape or dims[0] == dims[1] or not _are_positions(shape):
         return None
     positions = [_positions(graph, node, dim, shape) for dim in dims]
-    return graph.add_beside(node, node.op, positions, {**node.attrs, "T": type_attr(tf.int32)}, node.outputs).out()
+    return graph.add_beside(node, node.op, positions, {**node.attrs, "T": type_attr(_POSITIONS)}, node.outputs).out()
+
+
+def _are_positions(sizes: Sequence[int | None]) -> bool:
+    """Return whether all positions along dimensions of these sizes are known, and represented exactly."""
+    return all(size is not None and size <= _MAX_POSITIONS for size in sizes)
 
 
 def _is_one(tensor: Tensor) -> bool:
@@ -86,7 +97,7 @@ def _band(graph: Graph, reshape: Node, evaluate: StaticEvaluator) -> Tensor | No
     rows_and_columns = ones.shape
     if not _is_true(ones) or band.control_inputs or rows_and_columns is None or len(rows_and_columns) != 2:
         return None
-    if None in rows_and_columns or shape is None or len(shape) < 3:
+    if not _are_positions(rows_and_columns) or shape is None or len(shape) < 3:
         return None
     if shape[-2:] != rows_and_columns or set(shape[:-2]) - {1}:
         return None
@@ -101,7 +112,7 @@ def _band(graph: Graph, reshape: Node, evaluate: StaticEvaluator) -> Tensor | No
         if limit >= 0:
             sign = 1 if op == "LessEqual" else -1
             columns = _positions(graph, reshape, len(shape) - 1, shape, -sign * limit)
-            attrs = {"T": type_attr(tf.int32)}
+            attrs = {"T": type_attr(_POSITIONS)}
             sides.append(graph.add_beside(reshape, op, [columns, rows], attrs, [(tf.bool, shape)]).out())
     if len(sides) == 2:
         return graph.add_beside(reshape, "LogicalAnd", sides, {}, [(tf.bool, shape)]).out()
@@ -113,9 +124,9 @@ def _positions(graph: Graph, near: Node, dim: int, shape: Sequence[int | None], 
     size = shape[dim]
     assert size is not None
     sizes = tuple(size if other == dim else 1 for other in range(len(shape)))
-    values = (np.arange(size, dtype=np.int32) + offset).reshape(sizes)
-    attrs = {"dtype": type_attr(tf.int32), "value": tf.compat.v1.AttrValue(tensor=tf.make_tensor_proto(values))}
-    return graph.add_beside(near, "Const", [], attrs, [(tf.int32, sizes)]).out()
+    values = (np.arange(size) + offset).astype(_POSITIONS.as_numpy_dtype).reshape(sizes)
+    attrs = {"dtype": type_attr(_POSITIONS), "value": tf.compat.v1.AttrValue(tensor=tf.make_tensor_proto(values))}
+    return graph.add_beside(near, "Const", [], attrs, [(_POSITIONS, sizes)]).out()
 
 
 def _without_ones(node: Node, readers: Sequence[Node]) -> Tensor | None:

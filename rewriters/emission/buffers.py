@@ -44,8 +44,11 @@ class Buffer(Protocol):
 def empty_buffer(shape: Any, dtype: tf.DType, zero: bool) -> Any:
     """Return an uninitialised or zeroed tensor on the current device.
 
-    It is the result of `Empty` because Grappler would fold a large constant fill into the graph.
+    It is the result of `Empty` because Grappler would fold a large constant fill into the graph. A GPU has no such
+    kernel for booleans, and the loop's state would lie on the host.
     """
+    if dtype == tf.bool and properties.name().startswith("GPU"):
+        return tf.cast(tf.raw_ops.Empty(shape=shape, dtype=tf.uint8, init=zero), tf.bool)
     return tf.raw_ops.Empty(shape=shape, dtype=dtype, init=zero)
 
 

@@ -9,6 +9,7 @@ from keras import layers
 import tflms_sft
 from rewriters.device.cards import CARDS, planning_for
 from rewriters.device.kernel_audit import audit_kernels, reads_gpu_memory
+from rewriters.emission.buffers import empty_buffer
 from rewriters.errors import RewriteError
 from rewriters.ir.graph import from_concrete_function
 
@@ -154,6 +155,12 @@ def per_pixel(x):
     return layers.Conv2D(3, 1)(layers.Conv2D(4, 3, padding="same", activation="relu")(x))
 
 
+def causal(x):
+    """Causal attention between all pixels."""
+    tokens = layers.Reshape((SIZE * SIZE, 3))(x)
+    return layers.Dense(3)(layers.MultiHeadAttention(2, 4)(tokens, tokens, use_causal_mask=True))
+
+
 def step_of(net):
     """Return a training step with class numbers as int32 labels, per pixel if the network has an output for each."""
     image = keras.Input((SIZE, SIZE, 3))
@@ -178,6 +185,7 @@ CASES = {
     "strips": (classifier, STRIPS),
     "barriers": (normed, TILES),
     "label map": (per_pixel, TILES),
+    "attention": (causal, TILES),
     "swaps": (classifier, tflms_sft.LMSParams(tier="host", n_tensors=3, min_bytes=1)),
 }
 
@@ -197,6 +205,14 @@ def test_rewritten_step_has_all_kernels_and_no_copies(case):
     expected = tflms_sft.rewrite(step, params) if rewritten.plan.segments else step
     for want, got in zip(expected(*data), rewritten(*data), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
+
+
+def test_uninitialised_booleans_have_a_gpu_kernel():
+    """A loop may write a boolean for each pixel, such as whether its class is right."""
+    with planning_for(CARDS["h200"]):
+        traced = tf.function(lambda: empty_buffer((2, 3), tf.bool, True), autograph=False).get_concrete_function()
+    assert not audit_kernels(traced).missing
+    assert traced().dtype == tf.bool and not np.any(traced())
 
 
 def test_kernels_that_compare_int32_read_host_memory_and_casts_the_memory_of_the_gpu():
