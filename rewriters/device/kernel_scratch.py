@@ -35,6 +35,7 @@ _UNFOLDING = _FILTER_GRADIENTS | _INPUT_GRADIENTS | {"MaxPoolGrad"}
 _DEPTHWISE = ops_with(Trait.DEPTHWISE_GRADIENT)
 _COUNTED = _UNFOLDING | _FORWARD
 _VOLUMES = ops_with(Trait.VOLUMETRIC)
+_SOFTMAX = ops_with(Trait.SOFTMAX)
 
 L2_BYTES, L3_BYTES = 256 * 2**10, 30 * 2**20
 """Cache sizes that the 2-D kernels assume on every machine."""
@@ -71,9 +72,9 @@ def scratch_bytes(node: Node, call: KernelShape) -> int:
         call: Sizes that its kernel runs on, in a loop those of a tile.
 
     Returns:
-        Bytes; 0 for other ops, and on a GPU for all but convolutions. The gradient of max pooling recomputes the maxima
-            with their positions. A cross-entropy needs an entry per pixel. oneDNN copies a filter, or its gradient,
-            once between the layout of TensorFlow and its own.
+        Bytes; 0 for other ops, and on a GPU for all but convolutions (`softmax_scratch` is added). The gradient of max
+            pooling recomputes the maxima with their positions. A cross-entropy needs an entry per pixel. oneDNN copies
+            a filter, or its gradient, once between the layout of TensorFlow and its own.
     """
     if not node.outputs:
         return 0
@@ -96,6 +97,18 @@ def scratch_bytes(node: Node, call: KernelShape) -> int:
     if _own(node):
         return unfolded_at_once(node.op, dtype, call, sizes) * dtype.size
     return math.prod(sizes) * dtype.size if node.op not in _VOLUMES else 0
+
+
+def softmax_scratch(node: Node, result_bytes: int) -> int:
+    """Return the scratch bytes of a softmax whose result has a size; 0 for other ops.
+
+    On a GPU the kernel allocates two tensors of the result's shape, for maxima and for sums, and uses one entry of each
+    row (tensorflow/core/kernels/softmax_op_gpu.cu.cc). Sums have at least 32 bits.
+    """
+    if node.op not in _SOFTMAX or properties.name().startswith("CPU"):
+        return 0
+    size = node.outputs[0][0].size
+    return result_bytes + result_bytes // size * max(size, tf.float32.size)
 
 
 class ConcurrencyGroup(Generic[T]):
@@ -219,12 +232,14 @@ def _shape_of_windows(node: Node, small: Shape, large: Shape) -> Shape:
 
 def may_take_scratch(node: Node) -> bool:
     """Return whether an op may have scratch bytes; a search asks this of millions of ops, most of which have none."""
-    return node.op in _COUNTED or PER_PIXEL in node.attrs
+    return node.op in _COUNTED or node.op in _SOFTMAX or PER_PIXEL in node.attrs
 
 
 def op_scratch(node: Node, batch: int) -> int:
     """Return the scratch bytes of a full-size op."""
-    return scratch_bytes(node, full_call(node, batch)) if may_take_scratch(node) else 0
+    if not may_take_scratch(node):
+        return 0
+    return scratch_bytes(node, full_call(node, batch)) + softmax_scratch(node, node.out().num_bytes(batch))
 
 
 def slid_over(node: Node) -> int | None:

@@ -17,7 +17,14 @@ import numpy as np
 
 from rewriters.device import properties
 from rewriters.device.allocator import ExactAllocator
-from rewriters.device.kernel_scratch import KernelShape, is_convolution, may_take_scratch, scratch_bytes, slid_over
+from rewriters.device.kernel_scratch import (
+    KernelShape,
+    is_convolution,
+    may_take_scratch,
+    scratch_bytes,
+    slid_over,
+    softmax_scratch,
+)
 from rewriters.device.peak_memory import (
     AllocationEvent,
     IterationTrace,
@@ -138,10 +145,6 @@ class IterationModel:
 
     def events(self, tile: Tile, batch: int) -> list[AllocationEvent]:
         """Return the allocations and frees of the iteration of one tile, in order."""
-        scratch = dict.fromkeys(self.order, 0)
-        for node, original in zip(self.order, self.originals, strict=True):
-            if may_take_scratch(original):
-                scratch[node] = scratch_bytes(original, self._kernel_shape(original, tile, batch))
 
         def alias(node: Node) -> bool:
             unchanged = self._unchanged.get(node)
@@ -152,6 +155,11 @@ class IterationModel:
         def num_bytes(tensor: Tensor) -> int:
             return self._num_bytes(tensor, tile, batch)
 
+        scratch = dict.fromkeys(self.order, 0)
+        for node, original in zip(self.order, self.originals, strict=True):
+            if may_take_scratch(original):
+                scratch[node] = scratch_bytes(original, self._kernel_shape(original, tile, batch))
+                scratch[node] += softmax_scratch(original, num_bytes(node.out()))
         return schedule(self.order, num_bytes, concurrent_scratch(scratch, self.originals), self.ends, alias)
 
     def _num_bytes(self, tensor: Tensor, tile: Tile, batch: int) -> int:

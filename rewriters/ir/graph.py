@@ -150,6 +150,11 @@ class Node:
         """Return whether TensorFlow registers the op as stateful."""
         return tf_internals.is_stateful(self.op)
 
+    @property
+    def kernel(self) -> str:
+        """Return the type of the op whose kernel runs: that in the function of a call per pixel."""
+        return self.attrs[PER_PIXEL].s.decode() if PER_PIXEL in self.attrs else self.op
+
     def without_edges(self) -> Node:
         """Return a copy without operands and control inputs."""
         copied = Node.__new__(Node)  # `__init__` would take half of the time of a copy.

@@ -44,6 +44,9 @@ class Trait(enum.Flag):
     DEPTHWISE_GRADIENT = enum.auto()
     """Gradient of a depthwise convolution."""
 
+    SOFTMAX = enum.auto()
+    """Normalizes exponentials over the last axis, or takes the logarithm of that."""
+
     VOLUMETRIC = enum.auto()
     """Convolution over three axes, or a gradient of one."""
 
@@ -306,6 +309,11 @@ OP_TRAITS: dict[str, OpTraits] = {
     "Min": OpTraits(T.REDUCTION),
     "Prod": OpTraits(T.REDUCTION),
     "Sum": OpTraits(T.REDUCTION),
+    # Softmax and losses with one.
+    "LogSoftmax": OpTraits(T.SOFTMAX | T.IN_PLACE),
+    "Softmax": OpTraits(T.SOFTMAX | T.IN_PLACE),
+    "SoftmaxCrossEntropyWithLogits": OpTraits(T.IN_PLACE),
+    "SparseSoftmaxCrossEntropyWithLogits": OpTraits(T.IN_PLACE),
     # Shapes, layout and data movement.
     "BatchToSpaceND": OpTraits(T.CONV_WRAPPER),
     "BiasAdd": OpTraits(T.IN_PLACE | T.FUSION_EPILOGUE),

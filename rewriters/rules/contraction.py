@@ -299,4 +299,4 @@ class CrossEntropy(Pointwise):
 
     def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
         """Run the body of the called function inline."""
-        return run_per_pixel(op.node.attrs[PER_PIXEL].s.decode(), *operands)
+        return run_per_pixel(op.node.kernel, *operands)

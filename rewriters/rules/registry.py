@@ -26,7 +26,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from rewriters.errors import NotTileableError
-from rewriters.ir.graph import PER_PIXEL, Node, Tensor
+from rewriters.ir.graph import Node, Tensor
 from rewriters.ir.static_values import StaticEvaluator
 from rewriters.rules.axis_layouts import Anchor, AxisMap, Layout, Layouts
 from rewriters.rules.intervals import Interval
@@ -334,11 +334,9 @@ def find_rule(node: Node) -> Rule:
     Raises:
         NotTileableError: If there is none, or the op is registered as not tileable.
     """
-    # A call that applies an op to the pixels of an image has the rule of that op.
-    op = node.attrs[PER_PIXEL].s.decode() if PER_PIXEL in node.attrs else node.op
-    rule = _RULES.get(op)
+    rule = _RULES.get(node.kernel)
     if rule is None:
-        raise NotTileableError(_REFUSED.get(op, f"no tiling rule for op type {op}"))
+        raise NotTileableError(_REFUSED.get(node.kernel, f"no tiling rule for op type {node.kernel}"))
     return rule
 
 

@@ -231,3 +231,12 @@ def test_a_fit_runs_its_steps_alone_without_three_optimizers(monkeypatch):
 def test_scratch_scales_with_the_pixels(gpu, tf32):
     tf32(False)
     assert predicted("forward", 64, 16, 3, 1) == 4 * predicted("forward", 32, 16, 3, 1) - 3 * (3 * 3 * 16 * 16 * 4)
+
+
+@pytest.mark.parametrize(("dtype", "copies"), (("float64", 2), ("float32", 2), ("float16", 3)))
+def test_scratch_of_softmax_is_two_tensors_of_its_result_shape(dtype, copies, gpu):
+    """As an H200 allocated them for 2 GiB of scores; sums have 32 bits at least."""
+    spec = tf.TensorSpec((BATCH, 8, 16, 16), dtype)
+    traced = tf.function(tf.nn.softmax, input_signature=[spec], autograph=False).get_concrete_function()
+    (node,) = [node for node in read_canonical(traced).nodes.values() if node.op == "Softmax"]
+    assert op_scratch(node, BATCH) == copies * node.out().num_bytes(BATCH)
