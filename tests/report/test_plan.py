@@ -47,7 +47,7 @@ def plan(step):
 
 
 def test_headline_has_segments_tiles_and_peaks(plan):
-    assert plan.headline().startswith("2 segment(s) in 2x2, 3x1 tiles, predicted peak ")
+    assert plan.headline().startswith("2 segment(s) in 4x2, 3x1 tiles, predicted peak ")
     assert " instead of " in plan.headline() and "x the time" in plan.headline()
     assert "budget" not in plan.headline()
 

@@ -36,8 +36,8 @@ from tflms_sft._planner.traced_step import (
     TracedStep,
     at_peak,
     least_peak,
+    reasons,
     seconds_of,
-    unsupported_layers,
 )
 from tflms_sft._report.summary import time_text, transient_memory
 from tflms_sft._util.byte_sizes import enough_bytes, format_bytes
@@ -377,7 +377,7 @@ def _too_small(traced: TracedStep, params: AutoParams, search: TileSearch, least
         budget, is_used = int(params.memory_budget), traced.in_used_process
         corrected += f" {excess_remedy(traced.correction, budget, peak.peak_bytes, is_used=is_used)}".rstrip()
     parts, name = takes_most(traced, plan.plans, peak)
-    layers = unsupported_layers(traced, search.left)
+    layers = [f"{name} ({reason})" for name, reason in reasons(traced, search.left)]
     untiled = f" Not tiled: {shortened(layers, MAX_NAMES)}." if layers else ""
     error = BudgetError(
         "`memory_budget` is too small for this step. Received: memory_budget="

@@ -478,8 +478,3 @@ def reasons(traced: TracedStep, left: Sequence[SkippedOps]) -> tuple[tuple[str, 
 
 def _layer_name(traced: TracedStep, op: str) -> str:
     return part_name(traced.record, op) or f"op {op!r}"
-
-
-def unsupported_layers(traced: TracedStep, left: Sequence[SkippedOps]) -> list[str]:
-    """Return the names of layers that cannot be tiled, and ops of no layer with the reasons."""
-    return [name if name.startswith("layer ") else f"{name} ({reason})" for name, reason in reasons(traced, left)]

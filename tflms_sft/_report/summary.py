@@ -273,8 +273,9 @@ def swap_text(plan: PlanRecord) -> str:
 
 
 def segments_text(plan: PlanRecord) -> str:
-    """Return the number of segments and their grids of tiles."""
-    distinct = list(dict.fromkeys(grid_text(s.backward_num_tiles or s.num_tiles) for s in plan.segments))
+    """Return the number of segments, and of tiles in the loop of each that has most of them."""
+    largest = [max(filter(None, _grids(segment)), key=math.prod) for segment in plan.segments]
+    distinct = list(dict.fromkeys(map(grid_text, largest)))
     grids = ", ".join(distinct[:4]) + (", ..." if len(distinct) > 4 else "")
     return f"{len(plan.segments)} segment(s) in {grids} tiles"
 
