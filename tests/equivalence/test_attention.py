@@ -83,6 +83,21 @@ def with_noise(x):
     return multi_head(layers.GaussianDropout(0.3, seed=2)(layers.GaussianNoise(0.3, seed=1)(x)))
 
 
+def between_pixels(image):
+    """Attend from each pixel to all pixels."""
+    return layers.MultiHeadAttention(2, 4, attention_axes=(1, 2))(image, image)
+
+
+def between_pixels_written_out(image):
+    """Attend from each pixel to all pixels, with axes of height and width for both."""
+    query, key, value = (layers.Conv2D(4, 1)(image) for _ in range(3))
+    scores = keras.ops.einsum("bhwc,bxyc->bhwxy", query, key)
+    shape = scores.shape
+    weights = keras.ops.softmax(keras.ops.reshape(scores, (BATCH, *shape[1:3], -1)))
+    weights = keras.ops.reshape(weights, (BATCH, *shape[1:]))
+    return layers.Conv2D(WIDTH, 1)(keras.ops.einsum("bhwxy,bxyc->bhwc", weights, value))
+
+
 ATTENTION = {
     "noise": with_noise,
     "dropout": with_dropout,
@@ -142,6 +157,23 @@ def differing(step, params, is_tiled=True):
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention_in_tiles_equals_the_original(name):
     assert not differing(attention_step(ATTENTION[name]), tflms_sft.SFTParams(num_tiles=(1, 4)))
+
+
+@pytest.mark.parametrize("attend", [between_pixels, between_pixels_written_out])
+def test_attention_between_pixels_equals_the_original(attend):
+    keras.utils.set_random_seed(0)
+    image = keras.Input((7, 6, WIDTH), batch_size=BATCH)
+    x = layers.Conv2D(WIDTH, 3, padding="same", activation="relu")(image)
+    model = keras.Model(image, layers.Conv2D(CLASSES, 3, padding="same")(x + attend(x)))
+    random = np.random.default_rng(0)
+    sizes = (BATCH, *image.shape[1:])
+    batches = [(random.normal(size=sizes), random.integers(CLASSES, size=sizes[:-1])) for _ in range(STEPS)]
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    step = model_step(
+        model, batches, True, {"optimizer": keras.optimizers.SGD(0.1, momentum=0.9), "loss": loss, "jit_compile": False}
+    )
+    assert not differing(step, tflms_sft.SFTParams(num_tiles=(3, 1)))
+    assert not differing(step, tflms_sft.SFTParams(num_tiles=(7, 1)))
 
 
 @pytest.mark.parametrize("name", [name if name == "dropout" else pytest.param(name, marks=SLOW) for name in ATTENTION])
