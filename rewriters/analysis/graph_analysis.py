@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Container, Set
 
@@ -98,14 +99,16 @@ class GraphAnalysis:
     def _find_layouts(self, layouts: Layouts) -> None:
         self._find_channels(layouts)
         # In a gradient of attention, the axis of queries and that of keys are alike; forward, keys are the channels.
+        # So forward ops come first, and backward ops that read their results elementwise come before products.
         anchors: list[Anchor] = []
-        links: tuple[list[AxisMap], list[AxisMap]] = [], []
+        links: dict[tuple[bool, bool], list[AxisMap]] = collections.defaultdict(list)
         sequences: list[Tensor] = []
         for node in self.order:
             try:
                 rule, view = find_rule(node), self.view(node)
                 anchors += rule.anchors(view)
-                links[node in self.backward].extend(rule.links(view))
+                is_product = node in self.backward and bool(rule.flops(view, 1))
+                links[node in self.backward, is_product].extend(rule.links(view))
                 sequences += rule.sequences(view)
             except NotTileableError:
                 continue  # The node is not tiled.
@@ -113,7 +116,8 @@ class GraphAnalysis:
             nodes = (node for node in self.order if (node in self.backward) == backward)
             outputs = (node.out(index) for node in nodes for index in range(len(node.outputs)))
             here = (tensor for tensor in sequences if backward or tensor.node not in self.backward)
-            layouts.find(anchors, links[backward], outputs, here)
+            layouts.find(anchors, links[backward, False], ())
+            layouts.find(anchors, links[backward, True], outputs, here)
 
     def _find_channels(self, layouts: Layouts) -> None:
         """Find the dimensions over which forward ops normalise, back to the products that compute them."""

@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from rewriters.errors import NotTileableError
+from rewriters.ir.graph import Tensor
 from rewriters.rules.axis_layouts import Anchor, AxisMap
 from rewriters.rules.elementwise import has_channels_first, lie_alike, require_channels, sides_by_format
 from rewriters.rules.intervals import Interval, hull_of, whole
@@ -91,6 +92,11 @@ class Reduce(SumOverImage):
         if axes is None:
             raise NotTileableError("a reduction over axes computed at run time")
         return axes
+
+    def channels(self, op: OpView) -> list[tuple[Tensor, int]]:
+        """Return the reduced dimensions if the result keeps them, as that of a normalization does."""
+        axes = op.evaluate.reduction_axes(op.node) if op.node.attrs["keep_dims"].b else None
+        return [(op.node.inputs[0], dim) for dim in axes or ()]
 
     def _over_channels(self, op: OpView) -> bool:
         return self.axes(op).isdisjoint({0, *op.layout(op.node.inputs[0]).dims})
