@@ -120,7 +120,7 @@ class GraphAnalysis:
             layouts.find(anchors, links[backward, True], outputs, here)
 
     def _find_channels(self, layouts: Layouts) -> None:
-        """Find the dimensions over which forward ops normalise, back to the products that compute them."""
+        """Find channel dimensions of operands of normalisations, and of the products that compute these operands."""
         for node in reversed(self.order):
             if node in self.backward or not node.outputs:
                 continue

@@ -72,9 +72,9 @@ def scratch_bytes(node: Node, call: KernelShape) -> int:
         call: Sizes that its kernel runs on, in a loop those of a tile.
 
     Returns:
-        Bytes; 0 for other ops, and on a GPU for all but convolutions (`softmax_scratch` is added). The gradient of max
-            pooling recomputes the maxima with their positions. A cross-entropy needs an entry per pixel. oneDNN copies
-            a filter, or its gradient, once between the layout of TensorFlow and its own.
+        Bytes; 0 for other ops, and on a GPU for all but convolutions (`op_scratch` adds that of softmax). The gradient
+            of max pooling recomputes the maxima with their positions. A cross-entropy needs an entry per pixel. oneDNN
+            copies a filter, or its gradient, once between the layout of TensorFlow and its own.
     """
     if not node.outputs:
         return 0
@@ -100,7 +100,7 @@ def scratch_bytes(node: Node, call: KernelShape) -> int:
 
 
 def softmax_scratch(node: Node, result_bytes: int) -> int:
-    """Return the scratch bytes of a softmax whose result has a size; 0 for other ops.
+    """Return the scratch bytes of a softmax with a result of `result_bytes`; 0 for other ops.
 
     On a GPU the kernel allocates two tensors of the result's shape, for maxima and for sums, and uses one entry of each
     row (tensorflow/core/kernels/softmax_op_gpu.cu.cc). Sums have at least 32 bits.

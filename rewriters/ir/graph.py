@@ -152,7 +152,7 @@ class Node:
 
     @property
     def kernel(self) -> str:
-        """Return the type of the op whose kernel runs: that in the function of a call per pixel."""
+        """Return the type of the op whose kernel runs; for a call per pixel, the op that its function applies."""
         return self.attrs[PER_PIXEL].s.decode() if PER_PIXEL in self.attrs else self.op
 
     def without_edges(self) -> Node:

@@ -45,7 +45,7 @@ class Trait(enum.Flag):
     """Gradient of a depthwise convolution."""
 
     SOFTMAX = enum.auto()
-    """Normalizes exponentials over the last axis, or takes the logarithm of that."""
+    """Normalises exponentials over the last axis, or takes the logarithm of that."""
 
     VOLUMETRIC = enum.auto()
     """Convolution over three axes, or a gradient of one."""

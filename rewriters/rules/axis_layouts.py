@@ -83,7 +83,7 @@ class Layouts:
         self._channels: dict[Tensor, set[int]] = {}
 
     def mark_channel(self, tensor: Tensor, dim: int) -> None:
-        """Record that a dimension of a tensor is no axis."""
+        """Record a channel dimension of a tensor."""
         self._channels.setdefault(tensor, set()).add(dim)
 
     def mark_operands(self, links: Iterable[AxisMap]) -> None:
@@ -94,7 +94,7 @@ class Layouts:
                     self.mark_channel(link.source, dim)
 
     def channels(self, tensor: Tensor) -> set[int]:
-        """Return the dimensions of a tensor that are recorded as no axes."""
+        """Return the recorded channel dimensions of a tensor."""
         return self._channels.get(tensor, set())
 
     def of(self, tensor: Tensor) -> Layout | None:

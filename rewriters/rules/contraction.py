@@ -115,8 +115,8 @@ class Einsum(Rule):
     def _linked(self, op: OpView, operands: Sequence[str], out: str, images: Sequence[int]) -> list[int]:
         """Return the operands whose axes may be those of the result.
 
-        If several operands have a dimension of the result to themselves, one of them is a channel: the scores of
-        attention are normalised over the keys. It is the last one if nothing normalises the result.
+        If several operands have a dimension of the result to themselves, those whose dimension is a channel are left
+        out: the scores of attention are normalised over the keys. The last dimension is one if nothing normalises.
         """
         channels = {out[dim] for dim in op.layouts.channels(op.node.out())} or {out[-1]}
         shared = {p: "".join(operands[q] for q in images if q != p) for p in images}
@@ -142,7 +142,7 @@ class Einsum(Rule):
         return {letter for letter in place[1:] if letter is not None}
 
     def _reduces_per_image(self, op: OpView) -> bool:
-        """Return whether the batch is left, and none of the axes of the operands, which are equal."""
+        """Return whether all operands have equal axes, and the result keeps the batch and no axis."""
         *operands, out = self.labels(op)
         images = self._images(op)
         if self._sums(op) or not images or len(images) < len(operands):
@@ -170,7 +170,7 @@ class Einsum(Rule):
         *operands, out = self.labels(op)
         images = [position for position in self._images(op) if position not in whole]
         if any(kinds[position] is not TileKind.FULL for position in whole):
-            raise NotTileableError("attention to a tensor that is the same for all images")
+            raise NotTileableError("an Einsum with an operand that has other axes and is not split along the batch")
         places = [self._places(op, operands[position], position) for position in images]
         if not images or any(kinds[position] is TileKind.INVARIANT for position in images):
             raise NotTileableError("an Einsum of operands that are the same for all tiles")
@@ -185,10 +185,10 @@ class Einsum(Rule):
                 continue
             shared = moved & set(letters) - {operands[images[0]][0]} if position in whole else moved & set(letters)
             if shared or (position not in whole and kinds[position] is not TileKind.INVARIANT):
-                raise NotTileableError("an Einsum over the axes of an image, such as attention")
+                raise NotTileableError("an Einsum that combines different pixels of an image")
         if self._sums(op):
             if moved.intersection(out):
-                raise NotTileableError("an Einsum over the axes of an image, such as attention")
+                raise NotTileableError("an Einsum that combines different pixels of an image")
             return
         dims = op.layout(op.node.out()).dims
         if [out[0], *(None if dim is None else out[dim] for dim in dims)] != places[0]:

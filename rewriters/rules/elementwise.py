@@ -128,7 +128,7 @@ class Pointwise(Rule):
         if not read_whole:
             return self.result_kind(op, kinds)
         if len(read_whole) == sum(kind is TileKind.FULL for kind in kinds):
-            raise NotTileableError(f"{op.node.op} has other axes than its operands")
+            raise NotTileableError(f"no operand of {op.node.op} has the axes of its result")
         check_ranks(op, kinds, read_whole)
         return TileKind.FULL
 

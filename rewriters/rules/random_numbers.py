@@ -67,7 +67,7 @@ class RandomNumbers(Rule):
         group = numbers_per_count(op.node.out().dtype)
 
         def draw(place: Any) -> Any:
-            """Return the numbers of consecutive rows, of which `place` numbers come first in the result."""
+            """Return the numbers of the tile's rows at the flat index `place` of the outer dimensions."""
             first = (place * tf.cast(full[last], tf.int64) + tf.cast(begin, tf.int64)) * inner
             count = tf.cast(rows, tf.int64) * inner
             numbers = getattr(tf.raw_ops, op.node.op)(

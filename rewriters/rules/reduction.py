@@ -94,7 +94,7 @@ class Reduce(SumOverImage):
         return axes
 
     def channels(self, op: OpView) -> list[tuple[Tensor, int]]:
-        """Return the reduced dimensions if the result keeps them, as that of a normalization does."""
+        """Return the reduced dimensions if the result keeps them, as that of a normalisation does."""
         axes = op.evaluate.reduction_axes(op.node) if op.node.attrs["keep_dims"].b else None
         return [(op.node.inputs[0], dim) for dim in axes or ()]
 

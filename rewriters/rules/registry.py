@@ -185,7 +185,7 @@ class Rule:
         return []
 
     def channels(self, op: OpView) -> list[tuple[Tensor, int]]:
-        """Return dimensions of operands that are no axes of an image, as the op mixes all their entries."""
+        """Return channel dimensions of operands: those whose entries the op mixes."""
         del op
         return []
 

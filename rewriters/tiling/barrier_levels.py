@@ -176,7 +176,7 @@ class _KindAssigner:
         return BarrierLevels(self.analysis, tiled, sums, self.kinds, self._levels(moments), moments, self.refused)
 
     def _makes_constant_image(self, node: Node) -> bool:
-        """Return whether an op computes an image that depends on no data from smaller operands, such as a mask.
+        """Return whether an op computes an image from smaller operands and no data, such as a mask.
 
         Tiles compute their rows of it.
         """

@@ -410,7 +410,7 @@ def test_auto_params_headroom_stays_free(headroom):
 
 
 def test_budget_error_names_untileable_layers():
-    with pytest.raises(BudgetError, match=r"Not tiled: layer 'rolled' \(Rolled\) \(.*a roll along an axis"):
+    with pytest.raises(BudgetError, match=r"Not tiled: layer 'rolled' \(Rolled\): .*a roll along an axis"):
         tflms_sft.rewrite(gradients(net(rolled_body)), AutoParams("1kB"), *BATCH)
 
 

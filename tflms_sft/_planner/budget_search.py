@@ -377,8 +377,8 @@ def _too_small(traced: TracedStep, params: AutoParams, search: TileSearch, least
         budget, is_used = int(params.memory_budget), traced.in_used_process
         corrected += f" {excess_remedy(traced.correction, budget, peak.peak_bytes, is_used=is_used)}".rstrip()
     parts, name = takes_most(traced, plan.plans, peak)
-    layers = [f"{name} ({reason})" for name, reason in reasons(traced, search.left)]
-    untiled = f" Not tiled: {shortened(layers, MAX_NAMES)}." if layers else ""
+    layers = [f"{name}: {reason}" for name, reason in reasons(traced, search.left)]
+    untiled = f" Not tiled: {shortened(layers, MAX_NAMES, '; ')}." if layers else ""
     error = BudgetError(
         "`memory_budget` is too small for this step. Received: memory_budget="
         f"{format_bytes(params.memory_budget)} ({params.memory_budget} bytes). The smallest plan found needs "

@@ -13,7 +13,8 @@ from rewriters.tiling.segment import Segment
 from rewriters.tiling.tile_planner import Grid
 
 AUTO_TILES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
-"""Tiles per axis that are tried, fewest first. Long axes of sequences have more: 96, 128, 192, 256, ..."""
+"""Tiles per axis that are tried, fewest first. For sequences, batches and loops between barriers they go on: 96, 128,
+192, 256, ..."""
 
 
 def auto_grids(analysis: GraphAnalysis, segment: Segment, batch: int, rows_only: bool = False) -> list[Grid]:
@@ -67,9 +68,9 @@ def first_axis(limits: Sequence[int]) -> int:
 
 
 def thinned(grids: Sequence[Grid], growth: float) -> list[Grid]:
-    """Return a subsequence in which each grid has `growth` times the tiles of the one before.
+    """Return the grids that have at least `growth` times the tiles of the one kept before.
 
-    It holds the last grid, and the last one of whole images, which has no halos.
+    The last grid, and the last one of whole images, which has no halos, are kept too.
     """
     whole_images = max((n for n, grid in enumerate(grids) if math.prod(grid.spatial) == 1), default=0)
     thin = list(grids[:1])

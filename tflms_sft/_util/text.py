@@ -25,10 +25,10 @@ def alike(name: str, known: Sequence[str], cutoff: float = 0.4) -> list[str]:
     return difflib.get_close_matches(name, known, n=_MAX_SUGGESTIONS, cutoff=cutoff)
 
 
-def shortened(names: Sequence[str], most: int) -> str:
+def shortened(names: Sequence[str], most: int, separator: str = ", ") -> str:
     """Return a list of names as `"a, b, c"`, or `"a, b and 3 more"`."""
     num_omitted = len(names) - most
-    return ", ".join(names[:most]) + (f" and {num_omitted} more" if num_omitted > 0 else "")
+    return separator.join(names[:most]) + (f" and {num_omitted} more" if num_omitted > 0 else "")
 
 
 def table(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
