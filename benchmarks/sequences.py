@@ -106,7 +106,8 @@ def within_budget(figures: Figures) -> dict[str, bool]:
     has_plan = "error" not in figures
     criteria = {"has a plan": has_plan}
     if has_plan:
-        criteria["measured peak within the budget"] = figures.get("peak_bytes", 0) <= figures["budget_bytes"]
+        key, name = ("peak_bytes", "measured") if "peak_bytes" in figures else ("predicted_bytes", "predicted")
+        criteria[f"{name} peak within the budget"] = figures[key] <= figures["budget_bytes"]
     return criteria
 
 

@@ -73,8 +73,9 @@ def _product_of_images(graph: Graph, node: Node, evaluate: StaticEvaluator) -> T
         return None
     if len(first.shape) != len(second.shape) or None in (*first.shape[1:], *second.shape[1:]):
         return None
-    same_batch = evaluate.sizes.assume_equal(evaluate.sizes.of(first), evaluate.sizes.of(second))
-    if first.shape[1:-2] != second.shape[1:-2] or not same_batch:
+    if first.shape[1:-2] != second.shape[1:-2]:
+        return None
+    if not evaluate.sizes.assume_equal(evaluate.sizes.of(first), evaluate.sizes.of(second)):
         return None
     others = string.ascii_lowercase[: len(first.shape) - 2]
     rows, columns = ("yx" if _is_adjoint(node, 0) else "xy"), ("zy" if _is_adjoint(node, 1) else "yz")

@@ -63,14 +63,17 @@ def _is_true(tensor: Tensor) -> bool:
 def _comparison(graph: Graph, node: Node, evaluate: StaticEvaluator) -> Tensor | None:
     """Add the comparison of positions that is equal to one of cumulative sums of ones along different axes."""
     shape, dims = node.out().shape, []
+    if not shape:
+        return None
     for tensor in node.inputs:
         dim = evaluate(tensor.node.inputs[1])
         attrs = tensor.node.attrs
         is_plain = not attrs["exclusive"].b and not attrs["reverse"].b and not tensor.node.control_inputs
         if not isinstance(dim, int) or not is_plain or tensor.shape != shape or not _is_one(tensor.node.inputs[0]):
             return None
-        dims.append(dim % len(shape or ()))
-    if not shape or dims[0] == dims[1] or not _are_positions(shape):
+        dims.append(dim % len(shape))
+    is_matrix = all(size == 1 for dim, size in enumerate(shape) if dim not in dims)
+    if dims[0] == dims[1] or not is_matrix or not _are_positions(shape):
         return None
     positions = [_positions(graph, node, dim, shape) for dim in dims]
     return graph.add_beside(node, node.op, positions, {**node.attrs, "T": type_attr(_POSITIONS)}, node.outputs).out()

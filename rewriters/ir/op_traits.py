@@ -62,6 +62,9 @@ class Trait(enum.Flag):
     IN_PLACE = enum.auto()
     """The kernel may write the result into an operand's buffer if nothing else reads it."""
 
+    OVERWRITES_FIRST = enum.auto()
+    """The kernel may write a result into the buffer of operand 0 if nothing else reads it."""
+
     FUSION_ROOT = enum.auto()
     """TensorFlow may fuse it with a `FUSION_EPILOGUE` that alone consumes it."""
 
@@ -312,8 +315,8 @@ OP_TRAITS: dict[str, OpTraits] = {
     # Softmax and losses with one.
     "LogSoftmax": OpTraits(T.SOFTMAX | T.IN_PLACE),
     "Softmax": OpTraits(T.SOFTMAX | T.IN_PLACE),
-    "SoftmaxCrossEntropyWithLogits": OpTraits(T.IN_PLACE),
-    "SparseSoftmaxCrossEntropyWithLogits": OpTraits(T.IN_PLACE),
+    "SoftmaxCrossEntropyWithLogits": OpTraits(T.OVERWRITES_FIRST),
+    "SparseSoftmaxCrossEntropyWithLogits": OpTraits(T.OVERWRITES_FIRST),
     # Shapes, layout and data movement.
     "BatchToSpaceND": OpTraits(T.CONV_WRAPPER),
     "BiasAdd": OpTraits(T.IN_PLACE | T.FUSION_EPILOGUE),

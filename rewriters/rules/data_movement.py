@@ -98,6 +98,11 @@ class Concat(Pointwise):
         """Return all operands but the axis."""
         return list(range(len(op.node.inputs) - 1))
 
+    def read_whole(self, op: OpView) -> list[int]:
+        """Return nothing: each operand gives the rows of the tile."""
+        del op
+        return []
+
     def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """Return the kind of the operands; refuse a concatenation over the image or the batch."""
         if not is_over_channels(op, op.evaluate(op.node.inputs[-1])):

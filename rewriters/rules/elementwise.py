@@ -127,9 +127,10 @@ class Pointwise(Rule):
         read_whole = self.read_whole(op)
         if not read_whole:
             return self.result_kind(op, kinds)
-        if len(read_whole) == sum(kind is TileKind.FULL for kind in kinds):
+        images = {position for position, kind in enumerate(kinds) if kind is TileKind.FULL}
+        if images.issubset(read_whole):
             raise NotTileableError(f"no operand of {op.node.op} has the axes of its result")
-        check_ranks(op, kinds, read_whole)
+        check_ranks(op, kinds, [position for position in read_whole if position in images])
         return TileKind.FULL
 
     def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:

@@ -181,11 +181,21 @@ class _KindAssigner:
         Tiles compute their rows of it.
         """
         has_operands = bool(node.inputs and node.outputs) and node not in self.analysis.backward
-        if not has_operands or not self._is_weight_of_pixels(node.out()):
+        if not has_operands or not self._is_weight_of_pixels(node.out()) or not self._is_read_as_image(node.out()):
             return False
         if any(tensor.node in self.sort for tensor in node.inputs):
             return True
         return node.out().num_bytes() > sum(tensor.num_bytes() for tensor in node.inputs)
+
+    def _is_read_as_image(self, tensor: Tensor) -> bool:
+        """Return whether all consumers read a tensor as data, and none as the filter of a convolution."""
+        for reader, position in self.analysis.consumers.get(tensor, ()):
+            try:
+                if position not in find_rule(reader).data(self.analysis.view(reader)):
+                    return False
+            except NotTileableError:
+                continue  # It is not tiled.
+        return True
 
     def _keeps_rows(self, node: Node) -> bool:
         """Return whether a reduction has a result for each row of each image, which iterations can split."""

@@ -412,7 +412,7 @@ class CheckpointSelection:
         for producer in producers:
             tensors = [t for t in missing if self.live_ranges[t].producer == producer]
             if producer == producers[-1]:
-                tensors = [t for t in tensors if self.live_ranges[t].backward > level or t in self._roles.read_whole]
+                tensors = [t for t in tensors if self.live_ranges[t].backward > level]
             if not tensors:
                 continue
             nodes = list(dict.fromkeys(t.node for t in tensors))

@@ -81,7 +81,8 @@ def in_one_loop(analysis: GraphAnalysis, segment: Segment, excluded: set[Node]) 
 
     The incoming gradients must not depend on its results. This is true of a mean or a sum over pixels, such as a loss
     without a network after it: the gradient of each pixel does not depend on the values of others. A mean over the
-    pixels that a mask selects divides by their number, so that the ops of the mask stay outside of the segment.
+    pixels that a mask selects divides by their number, so that the ops of the mask stay outside of the segment. They
+    are cheap: products, such as convolutions, are not left outside.
 
     Args:
         analysis: Analysis of the graph.
@@ -94,7 +95,8 @@ def in_one_loop(analysis: GraphAnalysis, segment: Segment, excluded: set[Node]) 
     if between:
         forward = set(segment.forward)
         sources = ancestors(between)
-        if any(node.op in _VARIABLE_READS for node in sources) or forward <= sources:
+        products = (node for node in forward & sources if find_rule(node).flops(analysis.view(node), 1))
+        if any(node.op in _VARIABLE_READS for node in sources) or forward <= sources or any(products):
             return None
         try:
             segment = build_segment(analysis, segment.name, forward - sources, excluded)

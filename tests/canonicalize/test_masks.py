@@ -93,6 +93,10 @@ STAY = {
     "one axis": lambda scores: selected(
         tf.cumsum(ones(tf.int32, 1), -2) >= 2 * tf.cumsum(ones(tf.int32, 1), -2), scores[:, 0]
     ),
+    "one for each image": lambda scores: tf.cast(
+        tf.cumsum(tf.ones([3, ROWS, COLUMNS], tf.int32), 1) >= tf.cumsum(tf.ones([3, ROWS, COLUMNS], tf.int32), 2),
+        tf.float64,
+    ),
     "result": lambda scores: band(-1, 0)[None, None],
     "read as numbers": lambda scores: tf.cast(
         tf.logical_and(tf.ones_like(scores, tf.bool), band(-1, 0)[None, None]), tf.float64

@@ -124,16 +124,16 @@ def transformer(attend, masked):
     return keras.Model(tokens, layers.Dense(CLASSES)(x))
 
 
-def attention_step(attend, known_batch=True, masked=False):
+def attention_step(attend, known_batch=True, masked=False, batch=BATCH):
     """Return three training steps of a transformer; every third token is masked."""
     keras.utils.set_random_seed(0)
     model = transformer(attend, masked)
     random = np.random.default_rng(0)
     batches = []
     for _ in range(STEPS):
-        tokens = random.normal(size=(BATCH, LENGTH, WIDTH))
+        tokens = random.normal(size=(batch, LENGTH, WIDTH))
         tokens[:, 1::3] *= not masked
-        batches.append((tokens, random.integers(CLASSES, size=(BATCH, LENGTH)).astype("int32")))
+        batches.append((tokens, random.integers(CLASSES, size=(batch, LENGTH)).astype("int32")))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     arguments = {
         "optimizer": keras.optimizers.SGD(0.1, momentum=0.9),
@@ -191,3 +191,50 @@ def test_padding_mask_and_causal_mask():
 def test_images_and_tokens_are_split(name):
     step = attention_step(ATTENTION[name])
     assert not differing(step, tflms_sft.SFTParams(num_tiles={"batch": 2, "length": 3}))
+
+
+@pytest.mark.parametrize("name", ["causal", "dropout"])
+def test_a_batch_of_one_image(name):
+    assert not differing(attention_step(ATTENTION[name], batch=1), tflms_sft.SFTParams(num_tiles=(1, 4)))
+
+
+def test_dropout_is_split_along_the_batch_alone():
+    assert not differing(
+        attention_step(with_dropout, batch=3), tflms_sft.SFTParams(num_tiles={"batch": 2, "length": 1})
+    )
+
+
+@pytest.fixture
+def policy(request):
+    """Compute in the types of a policy, with weights of 32 bits."""
+    before = keras.config.dtype_policy()
+    keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy(request.param)
+    yield
+    keras.config.set_dtype_policy(before)
+
+
+def results(name, params=None):
+    """Return the results of three steps, of the original ones without parameters."""
+    step = attention_step(ATTENTION[name])
+    if params is None:
+        return list(step.run(step.concrete_fn).values())
+    rewritten = tflms_sft.rewrite(step.function, params, *step.specs)
+    assert rewritten.plan.segments
+    return list(step.run(rewritten).values())
+
+
+@pytest.mark.parametrize("policy", ["float32"], indirect=True)
+def test_single_precision_draws_the_same_numbers(policy):
+    """A count of the generator gives four numbers of 32 bits, and two of 64 bits."""
+    want, got = results("dropout"), results("dropout", tflms_sft.SFTParams(num_tiles=(1, 4)))
+    assert max(map(error, got, want)) < 1e-4
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16"], indirect=True)
+def test_half_precision_is_as_near_to_single_precision_as_the_original(policy):
+    want, got = results("causal"), results("causal", tflms_sft.SFTParams(num_tiles=(1, 4)))
+    keras.config.set_dtype_policy("float32")
+    exact = results("causal")
+    errors = [max(map(error, found, exact)) for found in (want, got)]
+    assert 1e-4 < errors[1] < 1.5 * errors[0], errors

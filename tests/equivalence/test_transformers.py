@@ -148,7 +148,8 @@ def net_step(name, known_batch=True):
 def differing(step, params):
     """Return the results that differ in the rewritten step, with their errors."""
     rewritten = tflms_sft.rewrite(step.function, params, *step.specs)
-    assert rewritten.plan.segments
+    left = str(rewritten.plan).partition("not rewritten:")[2]
+    assert rewritten.plan.segments and "Einsum" not in left and "MatMul" not in left
     want, got = step.run(step.concrete_fn), step.run(rewritten)
     errors = {name: error(got[name], want[name]) for name in want}
     return {name: value for name, value in errors.items() if not value <= TOLERANCE}

@@ -214,8 +214,8 @@ REFUSED = [
     ("Einsum", {"inputs": [image(), image()], "equation": "bhwc,bhwd->cd"}, "FF", "reduces over the image"),
     ("Einsum", {"inputs": [image(), image()], "equation": "bhwc,bhwc->bhwc"}, "PP", "two gradients"),
     ("Einsum", {"inputs": [image(), image()], "equation": "bhwc,bvwc->bhvc"}, "FF", "different axis orders"),
-    ("Einsum", {"inputs": [image(), image(WIDTH, 5)], "equation": "bhwc,wv->bhvc"}, "FI", "such as attention"),
-    ("Einsum", {"inputs": [image(), image(4, 5)], "equation": "bhwc,cd->bhwd"}, "FF", "such as attention"),
+    ("Einsum", {"inputs": [image(), image(WIDTH, 5)], "equation": "bhwc,wv->bhvc"}, "FI", "combines different pixels"),
+    ("Einsum", {"inputs": [image(), image(4, 5)], "equation": "bhwc,cd->bhwd"}, "FF", "combines different pixels"),
     ("Einsum", {"inputs": [image(), image(3, 1, 1, 4)], "equation": "...c,...c->...c"}, "FF", "broadcasts one image"),
     (
         "Einsum",
