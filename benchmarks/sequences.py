@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import heapq
+import itertools
 import json
 import tempfile
 from collections.abc import Callable, Sequence
@@ -140,14 +142,17 @@ def network(name: str, runs: int, env: dict[str, str]) -> Figures:
 
 
 def language_model(name: str, runs: int, env: dict[str, str]) -> Figures:
-    """Double the length of a sequence until no plan keeps the peak of the original step at `BASE_TOKENS` tokens."""
+    """Lengthen a sequence until no plan keeps the peak of the original step at `BASE_TOKENS` tokens.
+
+    Lengths double, and the required one is among them.
+    """
     case = {"net": name, "size": BASE_TOKENS, "budget": None}
     budget = measured("peak", env, **case)
     seconds = measured("times", env, **case, runs=runs)["medians"]["plain"]
-    lengths = []
-    fits = True
-    while fits:
-        figures = compared(name, 2 * (lengths[-1]["size"] if lengths else BASE_TOKENS), budget, runs, env)
+    lengths: list[Figures] = []
+    factors = heapq.merge((2**exponent for exponent in itertools.count(1)), (MIN_LONGER,))
+    while not lengths or lengths[-1]["fits"]:
+        figures = compared(name, next(factors) * BASE_TOKENS, budget, runs, env)
         fits = all(within_budget(figures).values())
         if "times" in figures:
             step_seconds = figures["times"]["medians"]["rewritten"]
