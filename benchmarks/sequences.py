@@ -66,7 +66,7 @@ class Line:
 
 LINES = {
     "unet": Line(512, 1 / 4, max_ratio=1.15, two_loops=True),
-    "head": Line(4096, 1 / 2, max_ratio=1.05, max_saved_fraction=1 / 10),
+    "head": Line(4096, 1 / 4, max_ratio=1.05, max_saved_fraction=1 / 10),
     "attention": Line(16384, 1 / 32, max_saved_fraction=1 / 32),
     "language-model": Line(BASE_TOKENS),
     "vision-transformer": Line(256),

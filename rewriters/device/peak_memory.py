@@ -200,11 +200,10 @@ class _Scheduler:
 
     def _reusable(self, node: Node) -> _Allocation | None:
         """Return the buffer of an operand that ends here and that the op may overwrite."""
-        overwritten = properties.overwritten_operands(node)
-        if not overwritten:
+        if not properties.may_run_in_place(node):
             return None
         wanted = {self._num_bytes(node.out(index)) for index in range(len(node.outputs))}
-        for tensor in overwritten:
+        for tensor in node.inputs:
             buffer = self._buffers.get(tensor)
             if buffer is None or buffer.uses != node.inputs.count(tensor) or buffer.num_bytes not in wanted:
                 continue

@@ -11,14 +11,13 @@ import tensorflow as tf
 from rewriters.device.allocator import Allocator, BestFitAllocator, ExactAllocator
 from rewriters.device.cards import planned_card
 from rewriters.ir import tf_internals
-from rewriters.ir.graph import Node, Tensor
+from rewriters.ir.graph import Node
 from rewriters.ir.op_traits import Trait, ops_with
 
 __all__: list[str] = []
 
 _ALIASES = ops_with(Trait.FORWARDS_BUFFER)
 _IN_PLACE = ops_with(Trait.IN_PLACE)
-_OVERWRITING = ops_with(Trait.OVERWRITES_FIRST)
 _FUSION_ROOTS = ops_with(Trait.FUSION_ROOT)
 _EPILOGUES = ops_with(Trait.FUSION_EPILOGUE)
 _PADDING = ops_with(Trait.FUSED_PADDING)
@@ -49,12 +48,7 @@ def forwards_input_buffer(node: Node) -> bool:
 
 def may_run_in_place(node: Node) -> bool:
     """Return whether the kernel may write into an operand's buffer that has no other consumer."""
-    return node.kernel in _IN_PLACE | _OVERWRITING
-
-
-def overwritten_operands(node: Node) -> list[Tensor]:
-    """Return the operands into whose buffer the kernel may write if they have no other consumer."""
-    return node.inputs if node.kernel in _IN_PLACE else node.inputs[:1] if node.kernel in _OVERWRITING else []
+    return node.kernel in _IN_PLACE
 
 
 def may_fuse_with_consumer(node: Node, reader: Node | None = None) -> bool:

@@ -371,11 +371,10 @@ class CostModel:
 
     def _runs_in_place(self, node: Node) -> bool:
         """Return whether an op's kernel writes into the buffer of an operand without another consumer."""
+        if not properties.may_run_in_place(node):
+            return False
         sizes = [node.out(index).num_bytes(self.batch) for index in range(len(node.outputs))]
-        return any(
-            tensor.num_bytes(self.batch) in sizes and len(self.analysis.consumers[tensor]) == 1
-            for tensor in properties.overwritten_operands(node)
-        )
+        return any(t.num_bytes(self.batch) in sizes and len(self.analysis.consumers[t]) == 1 for t in node.inputs)
 
 
 class LowerBoundCost(CostModel):

@@ -63,9 +63,6 @@ class Trait(enum.Flag):
     IN_PLACE = enum.auto()
     """The kernel may write the result into an operand's buffer if nothing else reads it."""
 
-    OVERWRITES_FIRST = enum.auto()
-    """The kernel may write a result into the buffer of operand 0 if nothing else reads it."""
-
     FUSION_ROOT = enum.auto()
     """TensorFlow may fuse it with a `FUSION_EPILOGUE` that alone consumes it."""
 
@@ -313,11 +310,9 @@ OP_TRAITS: dict[str, OpTraits] = {
     "Min": OpTraits(T.REDUCTION),
     "Prod": OpTraits(T.REDUCTION),
     "Sum": OpTraits(T.REDUCTION),
-    # Softmax and losses with one.
+    # Softmax.
     "LogSoftmax": OpTraits(T.SOFTMAX),
     "Softmax": OpTraits(T.SOFTMAX),
-    "SoftmaxCrossEntropyWithLogits": OpTraits(T.OVERWRITES_FIRST),
-    "SparseSoftmaxCrossEntropyWithLogits": OpTraits(T.OVERWRITES_FIRST),
     # Shapes, layout and data movement.
     "BatchToSpaceND": OpTraits(T.CONV_WRAPPER),
     "BiasAdd": OpTraits(T.IN_PLACE | T.FUSION_EPILOGUE),
