@@ -202,10 +202,10 @@ class _Scheduler:
         """Return the buffer of an operand that ends here and that the op may overwrite."""
         if not properties.may_run_in_place(node):
             return None
-        wanted = {self._num_bytes(node.out(index)) for index in range(len(node.outputs))}
+        wanted = self._num_bytes(node.out())
         for tensor in node.inputs:
             buffer = self._buffers.get(tensor)
-            if buffer is None or buffer.uses != node.inputs.count(tensor) or buffer.num_bytes not in wanted:
+            if buffer is None or buffer.uses != node.inputs.count(tensor) or buffer.num_bytes != wanted:
                 continue
             if properties.allocates(tensor.node) and not buffer.foreign:
                 return buffer

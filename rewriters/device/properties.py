@@ -48,7 +48,7 @@ def forwards_input_buffer(node: Node) -> bool:
 
 def may_run_in_place(node: Node) -> bool:
     """Return whether the kernel may write into an operand's buffer that has no other consumer."""
-    return node.kernel in _IN_PLACE
+    return node.op in _IN_PLACE
 
 
 def may_fuse_with_consumer(node: Node, reader: Node | None = None) -> bool:

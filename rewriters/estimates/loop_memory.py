@@ -245,7 +245,7 @@ class IterationModel:
             need = tuple(p.needs[position] for p in plan)
             if tensor in self.tile_loop.regions and need[0] is not None:
                 operands.append(self._fitted(tensor, need, meets_gradient))  # type: ignore[arg-type]
-        copy = Node(node.name, node.op, operands, attrs=node.attrs, outputs=node.outputs)
+        copy = Node(node.name, node.op, operands, outputs=node.outputs)
         if plan[0].kept is None:
             self._append(copy, node, None)
             return
