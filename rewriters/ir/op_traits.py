@@ -46,7 +46,7 @@ class Trait(enum.Flag):
 
     SOFTMAX = enum.auto()
     """Normalises exponentials over the last axis, or takes the logarithm of that. The kernel may overwrite its operand,
-    but loops of attention on a CPU did so in some runs only, and plans that rely on it needed a half more memory."""
+    but plans that relied on it took up to a half more memory in loops of attention on a CPU."""
 
     VOLUMETRIC = enum.auto()
     """Convolution over three axes, or a gradient of one."""
