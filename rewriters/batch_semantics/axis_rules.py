@@ -26,7 +26,7 @@ from rewriters.errors import NotTileableError
 from rewriters.ir.graph import Node
 from rewriters.ir.op_traits import OP_TRAITS, Trait, ops_with
 from rewriters.ir.static_values import is_inexact
-from rewriters.rules.contraction import Einsum
+from rewriters.rules.contraction import einsum_labels
 from rewriters.rules.elementwise import ELEMENTWISE, channel_dim
 from rewriters.rules.registry import find_rule
 
@@ -294,10 +294,8 @@ def _filter_grad(op: BatchOp) -> list[BatchLayout]:
 def _labels(op: BatchOp) -> list[str]:
     """Return the dimensions of two operands and the result as one letter each."""
     if op.node.op == "Einsum":
-        registered = find_rule(op.node)
-        assert isinstance(registered, Einsum)
         try:
-            return registered.labels(op.analysis.view(op.node))
+            return einsum_labels(op.node)
         except NotTileableError:
             raise UnsupportedUseError from None
     first, second = ("transpose_a", "transpose_b") if op.node.op == "MatMul" else ("adj_x", "adj_y")

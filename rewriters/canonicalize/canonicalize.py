@@ -16,8 +16,8 @@
    axes.
 8. Connects the frames of unrolled loops directly (`connect_frames.py`).
 9. For tiling, rewrites products of images and matrices (`image_products.py`), folds matrices of pixels into images
-   (`matrices_to_images.py`), adds a batch axis to images without one (`add_batch_axis.py`), and rewrites masks of
-   attention (`masks.py`).
+   (`matrices_to_images.py`) and windows into images (`windows_to_images.py`), adds a batch axis to images without one
+   (`add_batch_axis.py`), and rewrites masks of attention (`masks.py`).
 10. Merges equal constants (`merge_constants.py`), unless the graph is compared with another trace of the step.
 """
 
@@ -37,6 +37,7 @@ from rewriters.canonicalize import (
     image_products,
     masks,
     matrices_to_images,
+    windows_to_images,
 )
 from rewriters.canonicalize.merge_constants import MergeConstants
 from rewriters.device.loop_lists import add_loop_facts
@@ -147,6 +148,7 @@ class Canonicalization(GraphPass[PassResult]):
         if self.mode is CanonicalMode.TILING:
             again |= image_products.rewrite_image_products(graph, evaluate)
             again |= matrices_to_images.fold_matrices_into_images(graph, evaluate)
+            again |= windows_to_images.fold_windows_into_images(graph, evaluate)
             again |= add_batch_axis.add_batch_axis(graph, evaluate)
             again |= masks.rewrite_masks(graph, evaluate)
         changed |= _split_shapes(graph)

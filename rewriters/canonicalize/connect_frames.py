@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 
 from rewriters.errors import NotTileableError
-from rewriters.ir.graph import Graph, Node, Tensor
-from rewriters.ir.static_values import StaticEvaluator, int_constant
+from rewriters.ir.graph import Graph, Node, Shape, Tensor
+from rewriters.ir.static_values import StaticEvaluator, int_constant, type_attr
 from rewriters.rules.slicing import cuts
 
 __all__: list[str] = []
@@ -108,7 +108,33 @@ class _FrameConnector:
         if _stacks_along(sequence.node, dim):
             return [self.replaced.get(sequence.node.inputs[index], sequence.node.inputs[index])]
         source = self._before_transposition(sequence, dim)
-        return () if source is None else [self._sliced(node, source[0], source[1], index)]
+        if source is not None:
+            return [self._sliced(node, source[0], source[1], index)]
+        return self._slice_of_moved_batch(node, sequence, dim, index)
+
+    def _slice_of_moved_batch(self, node: Node, sequence: Tensor, dim: int, index: int) -> Sequence[Tensor]:
+        """Slice before a transposition that moves another dimension to the front, and transpose the slice."""
+        order = self._order(sequence.node)
+        if order is None or order[0] == 0:
+            return ()
+        gone = order[dim]
+        rest = [old for place, old in enumerate(order) if place != dim]
+        source, shape = self._operand(sequence.node), sequence.node.inputs[0].shape or ()
+        one = self._sliced(node, source, gone, index, tuple(size for old, size in enumerate(shape) if old != gone))
+        return [self._transposed(node, one, tuple(old - (old > gone) for old in rest))]
+
+    def _order(self, node: Node) -> tuple[int, ...] | None:
+        """Return the order of a transposition; `None` for another op, or if it is unknown."""
+        if node.op != "Transpose" or node.control_inputs:
+            return None
+        return self.evaluate.ints(node.inputs[1])
+
+    def _transposed(self, node: Node, tensor: Tensor, order: tuple[int, ...]) -> Tensor:
+        """Add a transposition."""
+        attrs = {"T": type_attr(tensor.dtype), "Tperm": type_attr(tf.int32)}
+        shape = tuple((tensor.shape or ())[dim] for dim in order)
+        operands = [tensor, int_constant(self.graph, f"{node.name}/order", order, tf.int32).out()]
+        return self.graph.add_beside(node, "Transpose", operands, attrs, [(tensor.dtype, shape)]).out()
 
     def _unpack(self, node: Node) -> Sequence[Tensor]:
         """Read all frames: the stacked tensors themselves, or those of the sequence before it was transposed."""
@@ -127,14 +153,18 @@ class _FrameConnector:
 
     def _transpose(self, node: Node) -> Sequence[Tensor]:
         """Stack frames along another dimension instead of transposing the stack."""
-        order, stack = self.evaluate.ints(node.inputs[1]), self._operand(node).node
+        order, stack = self._order(node), self._operand(node).node
         if order is None or stack.op != "Pack" or stack.control_inputs:
             return ()
-        dim = order.index(stack.attrs["axis"].i % len(order))
+        stacked = stack.attrs["axis"].i % len(order)
+        dim, frames = order.index(stacked), list(stack.inputs)
         if not _keeps_order_beside(order, dim):
-            return ()
+            if order[0] == 0:
+                return ()
+            rest = tuple(old - (old > stacked) for old in order if old != stacked)
+            frames = [self._transposed(node, frame, rest) for frame in frames]
         attrs = dict(stack.attrs) | {"axis": tf.compat.v1.AttrValue(i=dim)}
-        return [self.graph.add_beside(node, "Pack", list(stack.inputs), attrs, node.outputs).out()]
+        return [self.graph.add_beside(node, "Pack", frames, attrs, node.outputs).out()]
 
     def _sum_of_frames(self, node: Node) -> Sequence[Tensor]:
         """Stack gradients of frames instead of adding them, each padded with zeros, and at most one other gradient."""
@@ -196,24 +226,21 @@ class _FrameConnector:
 
     def _before_transposition(self, sequence: Tensor, dim: int) -> tuple[Tensor, int] | None:
         """Return the operand of a transposition and its dimension of frames, if all frames stay as they are."""
-        if sequence.node.op != "Transpose" or sequence.node.control_inputs:
-            return None
-        order = self.evaluate.ints(sequence.node.inputs[1])
+        order = self._order(sequence.node)
         if order is None or not _keeps_order_beside(order, dim):
             return None
         return self._operand(sequence.node), order[dim]
 
-    def _sliced(self, node: Node, source: Tensor, dim: int, index: int) -> Tensor:
-        """Add a slice of one entry of a dimension, with the type and shape of the result of `node`."""
+    def _sliced(self, node: Node, source: Tensor, dim: int, index: int, shape: Shape = None) -> Tensor:
+        """Add a slice of one entry of a dimension; without a shape its result has that of the result of `node`."""
         bounds = [[0] * dim + [index], [0] * dim + [index + 1], [1] * (dim + 1)]
         dtype = node.inputs[1].dtype
         operands = [int_constant(self.graph, f"{node.name}/bound", tuple(bound), dtype).out() for bound in bounds]
         before = (1 << dim) - 1
         masks = {"begin_mask": before, "end_mask": before, "shrink_axis_mask": 1 << dim}
         attrs = {key: tf.compat.v1.AttrValue(i=masks.get(key, 0)) for key in node.attrs if key.endswith("_mask")}
-        return self.graph.add_beside(
-            node, "StridedSlice", [source, *operands], dict(node.attrs) | attrs, node.outputs
-        ).out()
+        outputs = node.outputs if shape is None else [(source.dtype, shape)]
+        return self.graph.add_beside(node, "StridedSlice", [source, *operands], dict(node.attrs) | attrs, outputs).out()
 
 
 def _stacks_along(node: Node, dim: int) -> bool:

@@ -15,9 +15,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from rewriters.ir.graph import PER_PIXEL, Graph, Node, Tensor
+from rewriters.canonicalize.per_pixel_calls import add_per_pixel_call
+from rewriters.ir.graph import Graph, Node, Tensor
 from rewriters.ir.static_values import StaticEvaluator, int_constant, type_attr
-from rewriters.rules.contraction import CROSS_ENTROPIES, run_per_pixel
+from rewriters.rules.contraction import CROSS_ENTROPIES
 from rewriters.rules.elementwise import ELEMENTWISE
 
 __all__: list[str] = []
@@ -210,20 +211,8 @@ def _cross_entropy(folder: _MatrixFolder, node: Node) -> Sequence[Tensor]:
     classes = () if node.op.startswith("Sparse") else features.shape[-1:]
     if labels.shape[1:] != (*features.shape[1:-1], *classes):  # The kernel broadcasts one label over all classes.
         return ()
-    function = tf.function(lambda *images: run_per_pixel(node.op, *images), autograph=False)
-    shapes = [(*[None] * (len(shape) - 1), shape[-1]) for shape in (features.shape, labels.shape)]
-    specs = [tf.TensorSpec(shape, t.dtype) for shape, t in zip(shapes, (features, labels), strict=True)]
-    definition = function.get_concrete_function(*specs).function_def
-    folder.graph.library.function.append(definition)
-    values = tf.compat.v1.AttrValue.ListValue
-    attrs = {
-        "Tin": tf.compat.v1.AttrValue(list=values(type=[t.dtype.as_datatype_enum for t in (features, labels)])),
-        "Tout": tf.compat.v1.AttrValue(list=values(type=[features.dtype.as_datatype_enum] * 2)),
-        "f": tf.compat.v1.AttrValue(func=tf.compat.v1.NameAttrList(name=definition.signature.name)),
-        PER_PIXEL: tf.compat.v1.AttrValue(s=node.op.encode()),
-    }
     outputs = [(features.dtype, features.shape[:-1]), (features.dtype, features.shape)]
-    call = folder.graph.add_beside(node, "PartitionedCall", [features, labels], attrs, outputs)
+    call = add_per_pixel_call(folder.graph, node, [features, labels], outputs)
     for index in range(2):
         folder.images[node.out(index)] = call.out(index)
     return [call.out(0), call.out(1)]

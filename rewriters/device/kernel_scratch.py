@@ -87,7 +87,7 @@ def scratch_bytes(node: Node, call: KernelShape) -> int:
         return convolution_scratch(node, image, windows, sizes, is_padded=call.is_tile)
     dtype = node.outputs[0][0]
     if PER_PIXEL in node.attrs:
-        return call.images * call.small * dtype.size
+        return 0 if node.kernel in _SOFTMAX else call.images * call.small * dtype.size
     if node.op == "MaxPoolGrad":
         channels = int((node.outputs[0][1] or (0,))[-1] or 0)
         return call.images * call.small * channels * (dtype.size + tf.int64.size) if _own(node) else 0
@@ -105,7 +105,7 @@ def softmax_scratch(node: Node, result_bytes: int) -> int:
     On a GPU the kernel allocates two tensors of the result's shape, for maxima and for sums, and uses one entry of each
     row (tensorflow/core/kernels/softmax_op_gpu.cu.cc). Sums have at least 32 bits.
     """
-    if node.op not in _SOFTMAX or properties.name().startswith("CPU"):
+    if node.kernel not in _SOFTMAX or properties.name().startswith("CPU"):
         return 0
     size = node.outputs[0][0].size
     return result_bytes + result_bytes // size * max(size, tf.float32.size)
@@ -232,7 +232,7 @@ def _shape_of_windows(node: Node, small: Shape, large: Shape) -> Shape:
 
 def may_take_scratch(node: Node) -> bool:
     """Return whether an op may have scratch bytes; a search asks this of millions of ops, most of which have none."""
-    return node.op in _COUNTED or node.op in _SOFTMAX or PER_PIXEL in node.attrs
+    return node.op in _COUNTED or node.kernel in _SOFTMAX or PER_PIXEL in node.attrs
 
 
 def op_scratch(node: Node, batch: int) -> int:

@@ -95,8 +95,19 @@ class StaticEvaluator:
             return None  # Arithmetic on a symbol, or on a matrix: unknown.
 
     def _handler(self, node: Node) -> Handler | None:
-        """Return the handler of a node. That of `BroadcastGradientArgs` compares symbolic sizes, so it is a method."""
-        return self._summed_axes if node.op == "BroadcastGradientArgs" else _HANDLERS.get(node.op)
+        """Return the handler of a node. Those of ops on symbolic sizes are methods."""
+        if node.op == "BroadcastGradientArgs":
+            return self._summed_axes
+        return self._multiplied if node.op == "Mul" else _HANDLERS.get(node.op)
+
+    def _multiplied(self, node: Node, index: int, operands: list[Any]) -> Value:
+        """Return a product; that of a single symbol and a number is a multiple of the symbol."""
+        (a, *more), (b, *others) = map(_vector, operands)
+        size, factor = (a, b) if isinstance(a, SymbolicDim) else (b, a)
+        if more or others or not isinstance(size, SymbolicDim):
+            return _HANDLERS["Mul"](node, index, operands)
+        multiple = self.sizes.multiple(size, _as_int(factor))
+        return (multiple,) if any(isinstance(value, tuple) for value in operands) else multiple
 
     def _summed_axes(self, _node: Node, index: int, operands: list[Any]) -> Value:
         return _summed_axes(operands[index], operands[1 - index], self.sizes.assume_equal)

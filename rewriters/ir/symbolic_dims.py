@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -42,8 +43,9 @@ class LeadingSizes:
         self._graph = graph
         self._sizes: dict[Tensor, SymbolicDim] = {}
         self._multiples: dict[tuple[SymbolicDim, int], SymbolicDim] = {}
-        """Products of a size and a factor, as after space-to-batch folding."""
-        self._divided: dict[tuple[SymbolicDim, int], SymbolicDim] = {}
+        """Products of a size and a factor, as after space-to-batch folding, or of images and windows."""
+        self._factors: dict[SymbolicDim, tuple[SymbolicDim, int]] = {}
+        """Size and factor of each product."""
         self._groups: list[set[int]] = []
         self._combined: list[set[int]] = []
         """Groups of arguments whose images some op combines."""
@@ -71,7 +73,7 @@ class LeadingSizes:
     def of_images(self, tensor: Tensor, entries: int) -> int | SymbolicDim | None:
         """Return the batch size of a tensor that has `entries` entries of its first dimension per image."""
         size = self.of(tensor)
-        return self._divided.get((size, entries), size) if isinstance(size, SymbolicDim) else size
+        return (self._divided(size, entries) or size) if isinstance(size, SymbolicDim) else size
 
     def provably_equal(self, a: Any, b: Any) -> bool:
         """Return whether two sizes are equal by value or by assumptions recorded before. Records nothing."""
@@ -79,6 +81,9 @@ class LeadingSizes:
             return not isinstance(a, SymbolicDim) and not isinstance(b, SymbolicDim) and a == b
         if a is b:
             return True
+        pair = self._common_factor(a, b)
+        if pair is not None:
+            return self.provably_equal(*pair)
         if not a.arguments or not b.arguments:
             return False
         arguments = a.arguments | b.arguments
@@ -94,6 +99,9 @@ class LeadingSizes:
         """
         if self.provably_equal(a, b):
             return True
+        pair = self._common_factor(a, b)
+        if pair is not None:
+            return self.assume_equal(*pair)
         if not isinstance(a, SymbolicDim) or not isinstance(b, SymbolicDim) or not a.arguments or not b.arguments:
             return False
         first, *others = sorted(a.arguments | b.arguments)
@@ -108,6 +116,27 @@ class LeadingSizes:
         if a is b or a.arguments & b.arguments:
             return True
         return any(a.arguments & group and b.arguments & group for group in self._combined)
+
+    def _common_factor(self, a: Any, b: Any) -> tuple[SymbolicDim, SymbolicDim] | None:
+        """Return the sizes of which two sizes are the same multiple; `None` if they are not."""
+        (one, factor), (other, another) = (self._factors.get(size, (size, 1)) for size in (a, b))
+        return (one, other) if factor == another != 1 else None
+
+    def multiple(self, size: SymbolicDim, factor: int) -> SymbolicDim:
+        """Return a multiple of a size."""
+        base, known = self._factors.get(size, (size, 1))
+        if factor == 1:
+            return size
+        multiple = self._multiples.setdefault((base, known * factor), SymbolicDim())
+        self._factors[multiple] = base, known * factor
+        return multiple
+
+    def _divided(self, size: SymbolicDim, divisor: int) -> SymbolicDim | None:
+        """Return a part of a multiple; `None` if a size is not known to be a multiple of the divisor."""
+        base, factor = self._factors.get(size, (size, 1))
+        if factor % divisor:
+            return None
+        return base if factor == divisor else self.multiple(base, factor // divisor)
 
     def _join(self, positions: set[int]) -> None:
         touched = [group for group in self._groups if group & positions]
@@ -149,11 +178,7 @@ class LeadingSizes:
         ):
             return None
         factor = math.prod(block)
-        if node.op == "BatchToSpaceND":
-            return self._divided.get((size, factor))
-        multiple = self._multiples.setdefault((size, factor), SymbolicDim())
-        self._divided[multiple, factor] = size
-        return multiple
+        return self._divided(size, factor) if node.op == "BatchToSpaceND" else self.multiple(size, factor)
 
     def _from_shape(self, node: Node, position: int, evaluate: Callable[[Tensor], Any]) -> SymbolicDim | None:
         shape = evaluate(node.inputs[position])
@@ -165,10 +190,20 @@ class LeadingSizes:
         elif node.op == "Slice" and first == -1:
             size = source if _first(evaluate(node.inputs[1])) == 0 else None
         elif node.op == "Reshape" and first == -1:
-            size = source if _same_rest(node.inputs[0].shape, shape) else None
+            size = self._reshaped(source, node.inputs[0].shape, shape)
         else:
             size = first
         return size if isinstance(size, SymbolicDim) else None
+
+    def _reshaped(self, source: Any, shape: Sequence[Any] | None, target: Sequence[Any]) -> SymbolicDim | None:
+        """Return the leading size after a `Reshape` to (-1, ...): the operand's, a multiple or a part of it."""
+        inner = [*(shape or ())[1:], *target[1:]]
+        if not shape or not isinstance(source, SymbolicDim) or not all(isinstance(n, int) and n > 0 for n in inner):
+            return None
+        factor = Fraction(math.prod(shape[1:]), math.prod(target[1:]))
+        if factor.denominator == 1:
+            return self.multiple(source, factor.numerator)
+        return self._divided(source, factor.denominator) if factor.numerator == 1 else None
 
 
 def _first(value: Any) -> Any:
@@ -180,14 +215,6 @@ def _shape_operand(op_type: str) -> int | None:
     if "Random" in op_type or "TruncatedNormal" in op_type:
         return None if op_type == "RandomShuffle" else 0
     return traits_of(op_type).shape_operand
-
-
-def _same_rest(shape: Sequence[Any] | None, target: Sequence[Any]) -> bool:
-    """Return whether a `Reshape` to (-1, ...) keeps the first size."""
-    inner = [*(shape or ())[1:], *target[1:]]
-    if not shape or not all(isinstance(size, int) and size > 0 for size in inner):
-        return False
-    return math.prod(shape[1:]) == math.prod(target[1:])
 
 
 def _holds(keeps: Callable[[Node, Sequence[Any]], bool], node: Node, values: Sequence[Any]) -> bool:

@@ -148,10 +148,18 @@ class Layouts:
                     waiting.append(link.target)
 
     def _moved(self, link: AxisMap) -> Layout | None:
-        """Return the layout of a link's target; `None` if an axis of more than one row is lost, or none is left."""
+        """Return the layout of a link's target.
+
+        Returns:
+            `None` if an axis of more than one row is lost, or none is left. The source may be one value for all pixels,
+            such as a scale; of a target with more rows it does not know the axes.
+        """
         shape, dims = link.source.shape, self._layouts[link.source].dims
         assert shape is not None
         moved = tuple(None if dim is None else link.moves.get(dim) for dim in dims)
+        is_one_value = all(dim is None or shape[dim] == 1 for dim in dims)
+        if is_one_value and any(dim is not None and (link.target.shape or ())[dim] != 1 for dim in moved):
+            return None
         lost = [dim for dim, new in zip(dims, moved, strict=True) if dim is not None and new is None]
         return None if any(shape[dim] != 1 for dim in lost) or not any(moved) else Layout(moved)
 

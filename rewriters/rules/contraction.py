@@ -7,13 +7,10 @@ import string
 from collections.abc import Sequence
 from typing import Any
 
-import tensorflow as tf
-
-from rewriters.device import properties
 from rewriters.errors import NotTileableError
-from rewriters.ir.graph import PER_PIXEL, Tensor
+from rewriters.ir.graph import PER_PIXEL, Node, Tensor
 from rewriters.rules.axis_layouts import AxisMap
-from rewriters.rules.elementwise import Pointwise
+from rewriters.rules.elementwise import Pointwise, run_per_pixel
 from rewriters.rules.intervals import Interval, hull_of, whole
 from rewriters.rules.registry import AxisPlan, Emitter, OpView, Rule, TileKind, tiling_rule
 
@@ -22,27 +19,24 @@ __all__: list[str] = []
 CROSS_ENTROPIES = ("SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits")
 
 
-def run_per_pixel(op: str, features: Any, labels: Any) -> list[Any]:
-    """Run a cross-entropy op on images.
+def einsum_labels(node: Node) -> list[str]:
+    """Return one letter per dimension of the operands of an `Einsum`, then of the result, without an ellipsis.
 
-    Args:
-        op: Op type.
-        features: `(..., classes)`.
-        labels: Shape of `features`, with or without the classes.
-
-    Returns:
-        Loss, without the classes, and its gradient by `features`.
+    Raises:
+        NotTileableError: If a rank is unknown, or a letter occurs twice.
     """
-    shape = tf.shape(features)
-    # Concatenated rows may have lost a static size.
-    classes = shape[-1] if features.shape[-1] is None else features.shape[-1]
-    flat = [-1] if op.startswith("Sparse") else [-1, classes]
-    if labels.dtype == tf.int32 and properties.name().startswith("GPU"):
-        labels = tf.cast(labels, tf.int64)  # The kernel that reshapes int32 reads host memory.
-    loss, gradient = getattr(tf.raw_ops, op)(
-        features=tf.reshape(features, [-1, classes]), labels=tf.reshape(labels, flat)
-    )
-    return [tf.reshape(loss, shape[:-1]), tf.reshape(gradient, shape)]
+    equation = node.attrs["equation"].s.decode().replace(" ", "")
+    free = "".join(letter for letter in string.ascii_letters if letter not in equation)
+    parts = equation.replace("->", ",").split(",")
+    labels = []
+    for part, tensor in zip(parts, [*node.inputs, node.out()], strict=True):
+        if tensor.shape is None:
+            raise NotTileableError(f"`{tensor.name}` has an unknown rank")
+        hidden = free[: len(tensor.shape) - len(part.replace("...", ""))]
+        labels.append(part.replace("...", hidden[::-1]))  # Reversed: broadcasting aligns the last dimensions.
+    if any(len(set(letters)) < len(letters) for letters in labels):
+        raise NotTileableError("an Einsum over a diagonal")
+    return labels
 
 
 @tiling_rule("Einsum")
@@ -56,37 +50,22 @@ class Einsum(Rule):
       one: it has the axes of keys, and is a sum over queries.
     """
 
-    def labels(self, op: OpView) -> list[str]:
-        """Return one letter per dimension of the operands, then of the result, without an ellipsis."""
-        equation = op.node.attrs["equation"].s.decode().replace(" ", "")
-        free = "".join(letter for letter in string.ascii_letters if letter not in equation)
-        parts = equation.replace("->", ",").split(",")
-        labels = []
-        for part, tensor in zip(parts, [*op.node.inputs, op.node.out()], strict=True):
-            if tensor.shape is None:
-                raise NotTileableError(f"`{tensor.name}` has an unknown rank")
-            hidden = free[: len(tensor.shape) - len(part.replace("...", ""))]
-            labels.append(part.replace("...", hidden[::-1]))  # Reversed: broadcasting aligns the last dimensions.
-        if any(len(set(letters)) < len(letters) for letters in labels):
-            raise NotTileableError("an Einsum over a diagonal")
-        return labels
-
     def _images(self, op: OpView) -> list[int]:
         """Return the operands that share the batch of the result; all operands of a reduction over the image."""
-        *operands, out = self.labels(op)
+        *operands, out = einsum_labels(op.node)
         if self._sums(op):
             return list(range(len(operands)))
         return [position for position, letters in enumerate(operands) if letters and out and letters[0] == out[0]]
 
     def _sums(self, op: OpView) -> bool:
         """Return whether neither batch nor axes are left."""
-        *operands, out = self.labels(op)
+        *operands, out = einsum_labels(op.node)
         return all(letters and letters[0] not in out for letters in operands)
 
     def sequences(self, op: OpView) -> list[Tensor]:
         """Return the operand with three dimensions of a product with a matrix, such as a dense layer on tokens."""
         try:
-            first, *others = self.labels(op)
+            first, *others = einsum_labels(op.node)
         except NotTileableError:
             return []
         is_product = len(others) == 2 and len(others[0]) == 2 and first[:2] == others[-1][:2]
@@ -95,7 +74,7 @@ class Einsum(Rule):
     def links(self, op: OpView) -> list[AxisMap]:
         """Link the dimensions with equal letters."""
         try:
-            *operands, out = self.labels(op)
+            *operands, out = einsum_labels(op.node)
             images = self._images(op)
         except NotTileableError:
             return []
@@ -126,7 +105,7 @@ class Einsum(Rule):
 
     def read_whole(self, op: OpView) -> list[int]:
         """Return the operands with other axes than the result, and the same batch; none if all have other axes."""
-        *operands, out = self.labels(op)
+        *operands, out = einsum_labels(op.node)
         images = self._images(op)
         if self._sums(op) or op.layouts.of(op.node.out()) is None:
             return []
@@ -143,7 +122,7 @@ class Einsum(Rule):
 
     def _reduces_per_image(self, op: OpView) -> bool:
         """Return whether all operands have equal axes, and the result keeps the batch and no axis."""
-        *operands, out = self.labels(op)
+        *operands, out = einsum_labels(op.node)
         images = self._images(op)
         if self._sums(op) or not images or len(images) < len(operands):
             return False
@@ -167,7 +146,7 @@ class Einsum(Rule):
         return [tensor.shape[0] == 1, *(op.extent(tensor, axis) for axis in op.axes(tensor))]
 
     def _check(self, op: OpView, kinds: Sequence[TileKind], whole: Sequence[int] = ()) -> None:
-        *operands, out = self.labels(op)
+        *operands, out = einsum_labels(op.node)
         images = [position for position in self._images(op) if position not in whole]
         if any(kinds[position] is not TileKind.FULL for position in whole):
             raise NotTileableError("an Einsum with an operand that has other axes and is not split along the batch")
@@ -253,7 +232,7 @@ class Einsum(Rule):
     def flops(self, op: OpView, batch: int) -> float:
         """Return two operations per combination of letters; 0 if a size is unknown."""
         try:
-            labels = self.labels(op)
+            labels = einsum_labels(op.node)
         except NotTileableError:
             return 0.0
         sizes: dict[str, int] = {}

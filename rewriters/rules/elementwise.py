@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
+from rewriters.device import properties
 from rewriters.errors import NotTileableError
-from rewriters.ir.graph import Node, Tensor
+from rewriters.ir.graph import PER_PIXEL, Node, Tensor
 from rewriters.ir.op_traits import Trait, ops_with, traits_of
 from rewriters.ir.static_values import constant
 from rewriters.rules.axis_layouts import Anchor, AxisMap
 from rewriters.rules.intervals import Interval, hull_of, whole
-from rewriters.rules.registry import AxisPlan, OpView, Rule, TileKind, add_rule, not_tileable, tiling_rule
+from rewriters.rules.registry import AxisPlan, Emitter, OpView, Rule, TileKind, add_rule, not_tileable, tiling_rule
 
 __all__: list[str] = []
 
@@ -76,6 +78,31 @@ def lie_alike(op: OpView, operand: Tensor) -> bool:
     shape = aligned(operand, len(out.shape or ()))
     pairs = enumerate(zip(one.dims, other.dims, strict=True))
     return all(a == b or op.extent(operand, axis) == 1 == (1 if b is None else shape[b]) for axis, (a, b) in pairs)
+
+
+def run_per_pixel(op: str, features: Any, *others: Any) -> list[Any]:
+    """Run an op of matrices on the pixels of images.
+
+    Args:
+        op: Type of a softmax or of a cross-entropy.
+        features: `(..., classes)`.
+        others: The labels of a cross-entropy, of the shape of `features`, with or without the classes.
+
+    Returns:
+        The result of a softmax; loss, without the classes, and its gradient by `features` of a cross-entropy.
+    """
+    shape = tf.shape(features)
+    # Concatenated rows may have lost a static size.
+    classes = shape[-1] if features.shape[-1] is None else features.shape[-1]
+    matrix = tf.reshape(features, [-1, classes])
+    if not others:
+        return [tf.reshape(getattr(tf.raw_ops, op)(logits=matrix), shape)]
+    (labels,) = others
+    if labels.dtype == tf.int32 and properties.name().startswith("GPU"):
+        labels = tf.cast(labels, tf.int64)  # The kernel that reshapes int32 reads host memory.
+    flat = tf.reshape(labels, [-1] if op.startswith("Sparse") else [-1, classes])
+    loss, gradient = getattr(tf.raw_ops, op)(features=matrix, labels=flat)
+    return [tf.reshape(loss, shape[:-1]), tf.reshape(gradient, shape)]
 
 
 class Pointwise(Rule):
@@ -300,6 +327,12 @@ class OverChannels(Pointwise):
         if rank - 1 not in op.layout(out).others(rank):
             raise NotTileableError("it works along an axis of the image")
         return super().result_kind(op, kinds)
+
+    def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
+        """Run the op, or the body of a called function inline."""
+        if PER_PIXEL in op.node.attrs:
+            return run_per_pixel(op.node.kernel, *operands)
+        return emitter.clone(op.node, operands)
 
 
 def spatial_dims(node: Node, rank: int) -> tuple[int, ...]:

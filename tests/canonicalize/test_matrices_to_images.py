@@ -4,13 +4,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from canonical_functions import canonical
 from equivalence import TOLERANCE, batches_of, error, model_step
 from keras import layers
 
 import tflms_sft
-from rewriters.canonicalize import canonicalize
 from rewriters.rules.contraction import CROSS_ENTROPIES, run_per_pixel
-from rewriters.step_importer import StepImporter
 
 RANDOM = np.random.RandomState(0)
 
@@ -21,11 +20,8 @@ def numbers(*shape):
 
 def normalised(function, *arrays, known=True):
     """Return the canonical function, and the types of its ops."""
-    specs = [tf.TensorSpec(a.shape if known else (None, *a.shape[1:]), a.dtype) for a in arrays]
-    concrete_fn = tf.function(function, autograph=False).get_concrete_function(*specs)
-    graph = canonicalize.read_canonical(concrete_fn)
-    importer = StepImporter(graph, concrete_fn)
-    return tf.function(lambda *args: importer(args), autograph=False), [n.op for n in graph.nodes.values()]
+    new, nodes = canonical(function, *arrays, known=known)
+    return new, [node.op for node in nodes]
 
 
 def twice(x):

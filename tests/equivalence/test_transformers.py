@@ -45,6 +45,38 @@ def block(x, memory=None, causal=False):
     return layers.Add()([x, layers.Dense(WIDTH)(y)])
 
 
+class GroupedAttention(layers.Layer):
+    """Attention as in Gemma: groups of heads share keys, rotary positions, a soft cap, and a sliding causal window."""
+
+    groups, heads, size, window, cap = 2, 2, 4, 11, 5.0
+
+    def build(self, shape):
+        width = self.groups * self.size
+        self.queries, self.output_projection = layers.Dense(self.heads * width), layers.Dense(shape[-1])
+        self.keys_and_values = layers.Dense(2 * width)
+        self.queries.build(shape)
+        self.keys_and_values.build(shape)
+        self.output_projection.build((*shape[:-1], self.heads * width))
+
+    def rotated(self, x):
+        positions = ops.arange(x.shape[1], dtype=x.dtype)[:, None] / ops.cast(2.0 ** np.arange(self.size // 2), x.dtype)
+        sine, cosine = (ops.reshape(f(positions), (1, -1, *[1] * (len(x.shape) - 3), 2)) for f in (ops.sin, ops.cos))
+        first, second = ops.split(x, 2, -1)
+        return ops.concatenate([first * cosine - second * sine, second * cosine + first * sine], -1)
+
+    def call(self, x):
+        length = x.shape[1]
+        queries = ops.reshape(self.queries(x), (-1, length, self.groups, self.heads, self.size))
+        both = ops.reshape(self.keys_and_values(x), (-1, length, 2, self.groups, self.size))
+        queries, keys = self.rotated(queries), self.rotated(both[:, :, 0])
+        scores = self.cap * ops.tanh(ops.einsum("btkgh,bskh->bkgts", queries, keys) / (2.0 * self.cap))
+        distance = np.arange(length)[:, None] - np.arange(length)
+        mask = (distance >= 0) & (distance < self.window)
+        weights = ops.softmax(ops.where(mask, scores, -1e9))
+        y = ops.einsum("bkgts,bskh->btkgh", weights, both[:, :, 1])
+        return self.output_projection(ops.reshape(y, (-1, length, self.groups * self.heads * self.size)))
+
+
 def tokens_of(image, patch):
     return layers.Reshape((-1, WIDTH))(layers.Conv2D(WIDTH, patch, patch)(image))
 
@@ -117,6 +149,19 @@ def language_model():
     return keras.Model(tokens, layers.Dense(CLASSES)(layers.LayerNormalization()(x)))
 
 
+def grouped_heads():
+    """Return a decoder of words, with tied embeddings, root mean square norms and gated perceptrons."""
+    tokens = keras.Input((37,), dtype="int32")
+    embedding = layers.Embedding(CLASSES, WIDTH)
+    x = embedding(tokens) * WIDTH**0.5
+    for _ in range(2):
+        x = x + GroupedAttention()(layers.RMSNormalization()(x))
+        y = layers.RMSNormalization()(x)
+        x = x + layers.Dense(WIDTH)(layers.Dense(2 * WIDTH, "gelu")(y) * layers.Dense(2 * WIDTH)(y))
+    x = layers.RMSNormalization()(x)
+    return keras.Model(tokens, ops.matmul(x, ops.transpose(embedding.embeddings)))
+
+
 NETS = {
     "vision transformer": lambda: vision_transformer(class_token=False),
     "class token": lambda: vision_transformer(class_token=True),
@@ -126,6 +171,7 @@ NETS = {
     "tower and attention": tower_and_attention,
     "captioner": captioner,
     "language model": language_model,
+    "grouped heads": grouped_heads,
 }
 
 
@@ -137,7 +183,11 @@ def net_step(name, known_batch=True):
     shape = model.output.shape[1:]
     batches = []
     for _ in range(STEPS):
-        inputs = [random.normal(size=(BATCH, *tensor.shape[1:])) for tensor in model.inputs]
+        shapes = [(BATCH, *tensor.shape[1:]) for tensor in model.inputs]
+        inputs = [
+            random.integers(CLASSES, size=shape).astype("int32") if kind == "int32" else random.normal(size=shape)
+            for shape, kind in zip(shapes, (tensor.dtype for tensor in model.inputs), strict=True)
+        ]
         classes = random.integers(CLASSES, size=(BATCH, *shape[:-1])).astype("int32")
         batches.append((*inputs, random.normal(size=(BATCH, *shape)) if name.startswith("tower") else classes))
     loss = "mse" if name.startswith("tower") else keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -168,6 +218,6 @@ def test_a_plan_within_a_budget_gives_equal_results(name):
     assert not differing(step, tflms_sft.AutoParams(budget))
 
 
-@pytest.mark.parametrize("name", ["language model", pytest.param("captioner", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["language model", "grouped heads", pytest.param("captioner", marks=pytest.mark.slow)])
 def test_tiles_with_an_unknown_batch_give_equal_results(name):
     assert not differing(net_step(name, known_batch=False), tflms_sft.SFTParams(num_tiles=(1, 5)))

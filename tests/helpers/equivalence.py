@@ -195,7 +195,7 @@ def model_step(model: Any, batches: Any, known_batch: bool, compile_args: dict[s
     gradients = []
 
     def recording(grads: Any, variables: Any = None) -> None:
-        gradients.extend(tf.identity(g) for g in grads if g is not None)
+        gradients.extend(tf.convert_to_tensor(g) for g in grads if g is not None)
         apply(grads, variables)
 
     def traced(*data: Any) -> Any:

@@ -22,6 +22,7 @@ DISPATCH = {
     ("rewriters.ir.static_values", "_HANDLERS"),
     ("rewriters.ir.symbolic_dims", "_KEEPS"),
     ("rewriters.canonicalize.matrices_to_images", "_REPLACEMENTS"),
+    ("rewriters.canonicalize.window_ops", "HANDLERS"),
 }
 """Tables that map op types to functions beside them."""
 

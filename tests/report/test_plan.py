@@ -132,17 +132,17 @@ def test_left_alone_reason_of_metrics_is_specific():
     model = keras.Model(image, keras.layers.Conv2D(3, 1)(keras.layers.BatchNormalization()(x)))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
-    def rolled(y, y_pred):
-        return tf.reduce_mean(tf.roll(y_pred, 1, axis=1))
+    def summed(y, y_pred):
+        return tf.reduce_mean(tf.cumsum(y_pred, axis=1))
 
-    model.compile("sgd", loss, metrics=[rolled], jit_compile=False)
+    model.compile("sgd", loss, metrics=[summed], jit_compile=False)
     model._symbolic_build(data_batch=(np.zeros((1, 16, 16, 3)), np.zeros((1, 16, 16))))
     step = tf.function(lambda x, y: model.train_step((x, y)))
     specs = tf.TensorSpec((1, 16, 16, 3), keras.config.floatx()), tf.TensorSpec((1, 16, 16), tf.int64)
     plan = tflms_sft.rewrite(step, tflms_sft.SFTParams((2, 2)), *specs).plan
     lines = [line.strip() for line in plan.summary().splitlines()]
-    reason = "a roll along an axis of the image needs rows from both ends; only metrics or results need it"
-    assert f"op 'Roll': Roll: {reason}" in lines
+    reason = "a cumulative sum or product along an axis of the image needs all rows before each row"
+    assert f"op 'Cumsum': Cumsum: {reason}; only metrics or results need it" in lines
     assert "not in the predicted peak" not in plan.summary()  # A cross-entropy of pixels is.
 
 

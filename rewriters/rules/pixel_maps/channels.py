@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import tensorflow as tf
+
 from rewriters.errors import NotTileableError
 from rewriters.ir.graph import Tensor
 from rewriters.rules.axis_layouts import AxisMap
 from rewriters.rules.elementwise import identity, is_zero
-from rewriters.rules.intervals import Interval, hull_of
+from rewriters.rules.intervals import Interval, hull_of, whole
 from rewriters.rules.registry import AxisPlan, Emitter, OpView, Rule, TileKind, tiling_rule
 
 __all__: list[str] = []
@@ -154,13 +157,57 @@ class Cumulative(AlongChannels):
 
 @tiling_rule("Roll", linear=True)
 class Roll(AlongChannels):
-    """Cyclic shift. Operands: image, shifts, dimensions."""
+    """Cyclic shift. Operands: image, shifts, dimensions.
+
+    Between barriers a shift of rows reads the image whole in each tile: the rows of a tile may come from both ends.
+    """
 
     reason = "a roll along an axis of the image needs rows from both ends"
 
     def dims(self, op: OpView) -> set[int]:
         """Return the shifted dimensions."""
         return dims_of(op, 2, rank_of(op.node.inputs[0]))
+
+    def read_whole(self, op: OpView) -> list[int]:
+        """Return the image if its rows are shifted."""
+        layout = op.layouts.of(op.node.inputs[0])
+        return [] if layout is None or self.dims(op).isdisjoint(layout.dims) else [0]
+
+    def result_kind_gathered(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
+        """Return `FULL` for shifted rows, too."""
+        image, out = op.node.inputs[0], op.node.out()
+        if not self.read_whole(op):
+            return self.result_kind(op, kinds)
+        if 0 in self.dims(op):
+            raise NotTileableError("a roll along the batch")
+        require_moved(op, image, out, self.moves(op))
+        if kinds[0] is not TileKind.FULL:
+            raise NotTileableError("a roll of a tensor that is the same for all tiles")
+        op.ints(1)
+        return TileKind.FULL
+
+    def operand_rows_for_result(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
+        """Require rows `out`, or all rows if rows are shifted."""
+        plan = super().operand_rows_for_result(op, axis, out)
+        if self.read_whole(op):
+            plan.needs[0] = whole(op.extent(op.node.inputs[0], axis), len(out.lo))
+        return plan
+
+    def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
+        """Gather the rows of the tile from where they were before the shift."""
+        if not self.read_whole(op):
+            return emitter.clone(op.node, operands)
+        (result, *_), out = operands, op.node.out()
+        shifts = [0] * rank_of(out)
+        for shift, dim in zip(op.ints(1), op.ints(2), strict=True):
+            shifts[dim] += shift
+        for axis, dim in enumerate(op.layout(out).dims):
+            if dim is not None:
+                rows = (np.arange(op.extent(out, axis)) - shifts[dim]) % op.extent(out, axis)
+                result = tf.gather(result, emitter.axis_positions(op.node, 0, rows, axis), axis=dim)
+                shifts[dim] = 0
+        moved = {dim: shift for dim, shift in enumerate(shifts) if shift}
+        return [tf.roll(result, [*moved.values()], [*moved]) if moved else result]
 
 
 def inverted(moves: Mapping[int, int]) -> dict[int, int]:

@@ -1,0 +1,37 @@
+"""Adds calls of functions that run an op of matrices on the pixels of images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from rewriters.ir.graph import PER_PIXEL, Graph, Node, Tensor
+from rewriters.rules.elementwise import run_per_pixel
+
+__all__: list[str] = []
+
+
+def add_per_pixel_call(graph: Graph, near: Node, operands: Sequence[Tensor], outputs: Sequence[Any]) -> Node:
+    """Add a call of a function that runs a softmax or a cross-entropy.
+
+    Args:
+        graph: The graph.
+        near: The op on matrices, for its type and its device.
+        operands: The images.
+        outputs: (dtype, shape) of every result.
+    """
+    function = tf.function(lambda *images: run_per_pixel(near.kernel, *images), autograph=False)
+    shapes = [(*[None] * (len(tensor.shape or ()) - 1), (tensor.shape or ())[-1]) for tensor in operands]
+    specs = [tf.TensorSpec(shape, t.dtype) for shape, t in zip(shapes, operands, strict=True)]
+    definition = function.get_concrete_function(*specs).function_def
+    graph.library.function.append(definition)
+    values = tf.compat.v1.AttrValue.ListValue
+    attrs = {
+        "Tin": tf.compat.v1.AttrValue(list=values(type=[t.dtype.as_datatype_enum for t in operands])),
+        "Tout": tf.compat.v1.AttrValue(list=values(type=[dtype.as_datatype_enum for dtype, _ in outputs])),
+        "f": tf.compat.v1.AttrValue(func=tf.compat.v1.NameAttrList(name=definition.signature.name)),
+        PER_PIXEL: tf.compat.v1.AttrValue(s=near.kernel.encode()),
+    }
+    return graph.add_beside(near, "PartitionedCall", operands, attrs, outputs)

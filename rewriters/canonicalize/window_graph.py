@@ -1,0 +1,178 @@
+"""Windows as images: what the rewriting of ops on windows knows of a graph, and adds to it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from rewriters.errors import NotTileableError
+from rewriters.ir.graph import Graph, Node, Tensor
+from rewriters.ir.static_values import StaticEvaluator, int_constant, type_attr
+
+__all__: list[str] = []
+
+
+class Region:
+    """Windows that ops connect with each other: either all of them are folded, or none."""
+
+    def __init__(self) -> None:
+        self._parent: Region | None = None
+        self._failed = False
+
+    @property
+    def root(self) -> Region:
+        """The region that this one has become a part of."""
+        return self if self._parent is None else self._parent.root
+
+    @property
+    def failed(self) -> bool:
+        """Whether some op on the windows was not rewritten."""
+        return self.root._failed
+
+    def fail(self) -> None:
+        """Leave the windows as they are."""
+        self.root._failed = True
+
+    def join(self, other: Region) -> None:
+        """Connect two regions."""
+        if self.root is not other.root:
+            self.root._failed |= other.failed
+            other.root._parent = self.root
+
+
+@dataclasses.dataclass(frozen=True)
+class Windows:
+    """Windows, as an image.
+
+    Attributes:
+        image: Tensor with the same elements in the same order.
+        dim: Dimension of the windows, which holds several dimensions of the image.
+        joined: Number of these dimensions of the image.
+        batch: Batch size of the image, a number or a symbol.
+        region: The windows that these are connected with.
+    """
+
+    image: Tensor
+    dim: int
+    joined: int
+    batch: Any
+    region: Region
+
+    @property
+    def sizes(self) -> tuple[int | None, ...]:
+        """Sizes of the joined dimensions; `None` for an unknown batch size."""
+        return tuple(self.image.shape or ())[self.dim : self.dim + self.joined]
+
+    def dims(self, dim: int) -> list[int]:
+        """Return the dimensions of the image for a dimension of the windows."""
+        if dim == self.dim:
+            return list(range(dim, dim + self.joined))
+        return [dim if dim < self.dim else dim + self.joined - 1]
+
+
+class WindowGraph:
+    """A graph with the images of its windows, and with the ops on images that may replace others.
+
+    Attributes:
+        graph: The graph.
+        evaluate: Its static values.
+        windows: Windows as images, by tensor.
+        replaced: New result and its region, by the result that it may replace.
+        new_nodes: New op and its region, by the op that it may replace.
+    """
+
+    def __init__(self, graph: Graph, evaluate: StaticEvaluator) -> None:
+        self.graph = graph
+        self.evaluate = evaluate
+        self.windows: dict[Tensor, Windows] = {}
+        self.replaced: dict[Tensor, tuple[Tensor, Region]] = {}
+        self.new_nodes: dict[Node, tuple[Node, Region]] = {}
+
+    def record(self, node: Node, image: Tensor, dim: int, operand: Windows, index: int = 0) -> None:
+        """Record the image of a result that is windows, as an operand is.
+
+        Raises:
+            NotTileableError: If more than its batch size is unknown.
+        """
+        if None in (image.shape or ())[1:]:
+            raise NotTileableError(f"`{node.out(index).name}` has an unknown size")
+        image.node.control_inputs = self._waited_for(node, operand.region)
+        self.windows[node.out(index)] = dataclasses.replace(operand, image=image, dim=dim)
+        self.replaced[node.out(index)] = image, operand.region
+        self.new_nodes[node] = image.node, operand.region
+
+    def replace(self, node: Node, new: Tensor, operand: Windows) -> None:
+        """Record the replacement of a result that is no windows, of an op with an operand that is."""
+        new.node.control_inputs = self._waited_for(node, operand.region)
+        self.replaced[node.out()] = new, operand.region
+        self.new_nodes[node] = new.node, operand.region
+
+    def _waited_for(self, node: Node, region: Region) -> list[Node]:
+        """Return the nodes that a new node in place of another one waits for."""
+        waited = []
+        for before in node.control_inputs:
+            new, other = self.new_nodes.get(before, (before, region))
+            region.join(other)
+            waited.append(new)
+        return waited
+
+    def add(self, near: Node, op: str, operands: Sequence[Tensor], attrs: Any, shape: Sequence[int | None]) -> Tensor:
+        """Add an op with the dtype of the result of `near`, and return its result."""
+        return self.graph.add_beside(near, op, operands, attrs, [(near.outputs[0][0], tuple(shape))]).out()
+
+    def ints(self, near: Node, value: tuple[int, ...] | int, dtype: tf.DType = tf.int32) -> Tensor:
+        """Add a constant."""
+        return int_constant(self.graph, f"{near.name}/windows", value, dtype).out()
+
+    def reshaped(self, near: Node, source: Tensor, shape: Sequence[int | None]) -> Tensor:
+        """Add a reshape; at most one size may be unknown."""
+        sizes = self.ints(near, tuple(-1 if size is None else size for size in shape))
+        attrs = {"T": type_attr(source.dtype), "Tshape": type_attr(tf.int32)}
+        return self.graph.add_beside(near, "Reshape", [source, sizes], attrs, [(source.dtype, tuple(shape))]).out()
+
+    def sizes(self, near: Node, image: Tensor, shape: Sequence[int | None], dtype: tf.DType, factor: int = 1) -> Tensor:
+        """Add a shape whose first size, if unknown, is `factor` times that of an image."""
+        if None not in shape:
+            return self.ints(near, tuple(size or 0 for size in shape), dtype)
+
+        def added(op: str, operands: Sequence[Tensor], attrs: Any, size: int) -> Tensor:
+            return self.graph.add_beside(near, op, operands, attrs, [(dtype, (size,))]).out()
+
+        attrs = {"T": type_attr(image.dtype), "out_type": type_attr(dtype)}
+        sizes = added("Shape", [image], attrs, len(image.shape or ()))
+        attrs = {"T": type_attr(dtype), "Index": type_attr(tf.int32)}
+        batch = added("Slice", [sizes, self.ints(near, (0,)), self.ints(near, (1,))], attrs, 1)
+        batch = added("Mul", [batch, self.ints(near, (factor,), dtype)], {"T": type_attr(dtype)}, 1)
+        rest = self.ints(near, tuple(size or 0 for size in shape[1:]), dtype)
+        attrs = {"T": type_attr(dtype), "Tidx": type_attr(tf.int32), "N": tf.compat.v1.AttrValue(i=2)}
+        return added("ConcatV2", [batch, rest, self.ints(near, 0)], attrs, len(shape))
+
+    def split(self, near: Node, tensor: Tensor, dim: int, windows: Windows) -> Tensor | None:
+        """Return a tensor with a dimension split as that of some windows, or one of size 1 repeated.
+
+        Returns:
+            `None` if the dimension may have another size.
+        """
+        shape, sizes = tensor.shape or (), windows.sizes
+        if shape[dim] == 1:
+            sizes = (1,) * len(sizes)
+        elif not self._may_split(tensor, dim, windows):
+            return None
+        return self.reshaped(near, tensor, (*shape[:dim], *sizes, *shape[dim + 1 :]))
+
+    def _may_split(self, tensor: Tensor, dim: int, windows: Windows) -> bool:
+        """Return whether a dimension of a tensor is as large as that of some windows."""
+        size = (tensor.shape or ())[dim]
+        if None not in windows.sizes or size is not None:
+            return size == math.prod(number or 0 for number in windows.sizes)
+        known = self.evaluate.sizes
+        number = known.multiple(windows.batch, math.prod(number or 1 for number in windows.sizes))
+        return dim == 0 and known.assume_equal(known.of(tensor), number)
+
+    def single(self, node: Node, position: int = 0) -> Windows | None:
+        """Return the windows of an operand; `None` if it is none."""
+        return self.windows.get(node.inputs[position])
