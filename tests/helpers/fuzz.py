@@ -235,6 +235,57 @@ def _dropped(d: Drawing, x: str) -> str:
     return f"layers.{kind}, seed={d.number(0, 99)})({x})"
 
 
+def _attention(d: Drawing, x: str) -> str:
+    """Attention along all axes of an image; of a sequence, also of other kinds and with other or fewer keys."""
+    axes, channels = tuple(range(1, d.rank + 1)), d.shape(x)[-1]
+    memory = d.choice(x, x, d.like(x))
+    if d.rank > 1:
+        return f"layers.MultiHeadAttention({d.number(1, 2)}, 2, attention_axes={axes})({x}, {memory})"
+    causal = f", use_causal_mask={d.choice(True, False)}" if memory == x else ""
+    kind = d.choice("heads", "heads", "groups", "dot", "additive", "fewer keys", "mask")
+    if kind == "groups":
+        return f"layers.GroupQueryAttention(2, {d.number(1, 2) * 2}, {d.number(1, 2)})({x}, {memory}{causal})"
+    if kind in ("dot", "additive"):
+        name = "Attention" if kind == "dot" else "AdditiveAttention"
+        return f"layers.{name}()([{x}, {memory}]{causal})"
+    dropout = d.choice("", "", f", dropout=0.2, seed={d.number(0, 99)}")
+    if kind == "fewer keys":
+        memory, causal = f"layers.Conv1D({channels}, 2, 2, padding='same')({x})", ""
+    if kind == "mask" and memory == x:
+        causal += f", attention_mask={x}[:, None, :, 0] < 0.789"
+    return f"layers.MultiHeadAttention({d.number(1, 2)}, {d.number(1, 3)}{dropout})({x}, {memory}{causal})"
+
+
+def _transformer(d: Drawing, x: str) -> str:
+    """A layer of a transformer: attention and a multilayer perceptron around normalised tokens."""
+    channels = d.shape(x)[-1]
+    attention = (
+        f"layers.MultiHeadAttention(2, 2{'' if d.rank == 1 else f', attention_axes={tuple(range(1, d.rank + 1))}'})"
+    )
+    attended = f"(lambda x: x + (lambda y: {attention}(y, y))(layers.LayerNormalization()(x)))({x})"
+    perceptron = f"layers.Dense({channels})(layers.Dense(6, 'gelu')(x))"
+    return f"(lambda x: x + {perceptron})({attended})"
+
+
+def _windows(d: Drawing, x: str) -> str | None:
+    """Attention in windows, which may be shifted."""
+    *sizes, channels = d.shape(x)
+    if d.rank != 2 or any(size % 2 for size in sizes):
+        return None
+    counts = [size // 2 for size in sizes]
+    shift = d.number(0, 1)
+    windows = f"keras.ops.reshape(x, (-1, {counts[0]}, 2, {counts[1]}, 2, {channels}))"
+    windows = f"keras.ops.reshape(keras.ops.transpose({windows}, (0, 1, 3, 2, 4, 5)), (-1, 4, {channels}))"
+    attention = "layers.MultiHeadAttention(2, 2)"
+    image = f"keras.ops.reshape(x, (-1, {counts[0]}, {counts[1]}, 2, 2, {channels}))"
+    image = (
+        f"keras.ops.reshape(keras.ops.transpose({image}, (0, 1, 3, 2, 4, 5)), (-1, {sizes[0]}, {sizes[1]}, {channels}))"
+    )
+    shifted = f"keras.ops.roll({x}, -1, 1)" if shift else x
+    made = f"(lambda x: {image})((lambda x: {attention}(x, x))((lambda x: {windows})({shifted})))"
+    return f"{x} + keras.ops.roll({made}, 1, 1)" if shift else f"{x} + {made}"
+
+
 def _sliced(d: Drawing, x: str) -> str:
     cuts = [f"slice({d.number(0, 2)}, {d.choice(None, -1)}, {d.number(1, 2)})" for _ in range(d.rank)]
     return f"{x}[slice(None), {', '.join(cuts)}]"
@@ -258,6 +309,9 @@ LAYERS = {
     _stopped: 1,
     _joined: 2,
     _masked: 1,
+    _attention: 2,
+    _transformer: 1,
+    _windows: 2,
     _dropped: 1,
     _sliced: 1,
 }
