@@ -1,4 +1,4 @@
-"""`tflms-sft max-input` and `max-batch`: predict the largest image or batch that trains within a budget.
+"""`tflms-sft max-input` and `max-batch`: predict the largest image, longest sequence or largest batch within a budget.
 
 Both search twice: for the plain step and for the rewritten step.
 """
@@ -72,13 +72,13 @@ class BatchSizes:
 
 
 class SideLengths:
-    """The common length of the spatial axes of an image (height, width, depth), in pixels."""
+    """The common length of the spatial axes of an image (height, width, depth) in pixels, or of a sequence in steps."""
 
     def __init__(self, options: argparse.Namespace, model: Any, why: str) -> None:
         self.unit = options.multiple_of
         self._context = (options, model, why)
         self._shape, self._is_free = _image_shape(model, options.input_shape)
-        self._axes = model_loading.spatial_axes(len(self._shape))
+        self._axes = _varied_axes(self._shape)
         self.power = len(self._axes)
         fixed = [self._shape[axis] for axis in self._axes if self._shape[axis] is not None]
         self.first = -(-(min(fixed) if fixed else FIRST_SIZE) // self.unit) * self.unit
@@ -94,6 +94,11 @@ class SideLengths:
         return "x".join(str(size if axis in self._axes else length) for axis, length in enumerate(self._shape))
 
 
+def _varied_axes(shape: Sequence[int | None]) -> tuple[int, ...]:
+    """Return the axes of an example whose length varies; that of a sequence of tokens is its only one."""
+    return (0,) if len(shape) == 1 else model_loading.spatial_axes(len(shape))
+
+
 def _image_shape(model: Any, given: Sequence[tuple[str | None, tuple[int, ...]]]) -> tuple[tuple[Any, ...], bool]:
     """Return the shape of one image, and whether the model accepts images of any size."""
     inputs = list(getattr(model, "inputs", None) or ())
@@ -104,7 +109,7 @@ def _image_shape(model: Any, given: Sequence[tuple[str | None, tuple[int, ...]]]
         )
     if inputs:
         shape, free = tuple(inputs[0].shape[1:]), None in inputs[0].shape[1:]
-        axes = model_loading.spatial_axes(len(shape))
+        axes = _varied_axes(shape)
         if given and len(given[0][1]) == len(shape):  # The number of channels may be open as well.
             template = given[0][1]
             shape = tuple(
@@ -116,12 +121,13 @@ def _image_shape(model: Any, given: Sequence[tuple[str | None, tuple[int, ...]]]
                 f"Model {model.name!r} does not declare its input. Give one --input-shape, such as 64,64,3."
             )
         shape, free = given[0][1], True
-    if len(shape) not in (2, 3, 4):
+    is_of_tokens = len(shape) == 1 and bool(inputs) and "int" in str(inputs[0].dtype)
+    if len(shape) not in (2, 3, 4) and not is_of_tokens:
         raise UsageError(
-            f"max-input needs a model of sequences, images or volumes. Received: model {model.name!r}, whose examples "
-            f"have {len(shape)} axes."
+            f"max-input needs a model of tokens (integers), sequences, images or volumes. Received: model "
+            f"{model.name!r}, whose examples have {len(shape)} axes."
         )
-    if any(size is None for axis, size in enumerate(shape) if axis not in model_loading.spatial_axes(len(shape))):
+    if any(size is None for axis, size in enumerate(shape) if axis not in _varied_axes(shape)):
         raise UsageError(
             f"Model {model.name!r} does not fix its number of channels. Give any --input-shape, such as 64,64,3."
         )
@@ -302,7 +308,7 @@ def _text(
         peak = "" if result.peak_bytes is None else format_bytes(result.peak_bytes)
         time = "" if result.time_ratio is None else f"{result.time_ratio:.2f}x"
         rows.append([name, result.shown, peak, time, "limited by --max-size" if result.is_limit else ""])
-    thing = "image" if options.command == "max-input" else "batch"
+    thing = "input" if options.command == "max-input" else "batch"
     multiples = f", multiples of {options.multiple_of} (--multiple-of)" if options.multiple_of > 1 else ""
     lines = [
         f"Model {assumed.model!r}: {assumed.num_weights:,} weights, {assumed.optimizer}, {assumed.loss}",
