@@ -8,7 +8,8 @@ that are missing. Checks plan concurrently; a lock gives the device to one check
 - `large`: VGG-16 on a device limited to 11 and 40 GiB, beside the original step's time per pixel (`large/plain`).
 - `batch`: ResNet-50's largest batch on a device limited to 16 GiB.
 - `tiles`: times and peaks of 4, 16 and 64 tiles, within 25 % and 15 % of the predicted ones.
-- `overlap`: at least half of the time of swaps that computation can hide is hidden. It can hide as much as it lasts.
+- `overlap`: at least half of the time of swaps that computation can hide is hidden. Computation can hide copies
+  that last as long as itself.
 - `equal`: 12 networks in float32 with TF32 off, and within a wider tolerance with TF32 on; 10 networks in float64:
   tiles, and swaps to host memory. A difference may be three times that caused by rounding the input, or by repeating
   the original step: a GPU adds in another order in each run.

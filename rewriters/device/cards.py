@@ -31,6 +31,7 @@ class Card:
         memory_rate: Bytes/s between its memory and its cores.
         host_rate: Bytes/s between its memory and the host, in one direction.
         float32: Floating point operations/s in float32.
+        float64: Floating point operations/s in float64, without tensor cores.
         tf32: Operations/s of its tensor cores, without sparsity, on float32 rounded to 10 bits; 0 without such cores.
     """
 
@@ -41,6 +42,7 @@ class Card:
     memory_rate: float
     host_rate: float
     float32: float
+    float64: float
     tf32: float = 0.0
 
     @property
@@ -64,6 +66,7 @@ CARDS = {
             memory_rate=616e9,
             host_rate=_PCIE_3,
             float32=13.4e12,
+            float64=0.42e12,
         ),
         Card(
             name="rtx3090",
@@ -73,6 +76,7 @@ CARDS = {
             memory_rate=936e9,
             host_rate=_PCIE_4,
             float32=35.6e12,
+            float64=0.556e12,
             tf32=35.6e12,
         ),
         Card(
@@ -83,6 +87,7 @@ CARDS = {
             memory_rate=900e9,
             host_rate=_PCIE_3,
             float32=15.7e12,
+            float64=7.8e12,
         ),
         Card(
             name="a100-40",
@@ -92,6 +97,7 @@ CARDS = {
             memory_rate=1555e9,
             host_rate=_PCIE_4,
             float32=19.5e12,
+            float64=9.7e12,
             tf32=156e12,
         ),
         Card(
@@ -102,6 +108,7 @@ CARDS = {
             memory_rate=4800e9,
             host_rate=_PCIE_5,
             float32=67e12,
+            float64=34e12,
             tf32=494e12,
         ),
     )

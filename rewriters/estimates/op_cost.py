@@ -70,6 +70,7 @@ class MachineRates:
 
     Attributes:
         flops: Floating point operations, by op type; `""` is for all others.
+        float64_slowdown: Time of an operation in float64 over that in other types.
         touched: Bytes read and written, by op type; `""` is for all others.
         weights: Bytes of weights or weight gradients of an op that counts arithmetic. Kernels copy them into a layout
             of their own in every call.
@@ -97,6 +98,7 @@ class MachineRates:
     overlapped: bool = False
     disk_write: float = 1e9
     disk_read: float = 1e9
+    float64_slowdown: float = 1.0
 
     def swapped(self, seconds: float, out: int, back: int, to_disk: bool) -> float:
         """Return the seconds of a step with swaps.
@@ -298,7 +300,8 @@ class CostModel:
         first_touch = sum_in_order(self._first_touch(fraction * size) for size in work.result_bytes)
         if not work.flops:
             return seconds + work.other_bytes / _rate(rates.touched, node.op) + first_touch
-        seconds += fraction * work.flops / _rate(rates.flops, node.op) + work.other_bytes / rates.weights
+        slowdown = rates.float64_slowdown if node.outputs[0][0].name == "float64" else 1.0
+        seconds += slowdown * fraction * work.flops / _rate(rates.flops, node.op) + work.other_bytes / rates.weights
         if work.call is not None:
             seconds += self._windows(node, work.call)
         return seconds + first_touch

@@ -47,6 +47,12 @@ def nested():
     inner.get_layer("conv1").trainable = False
     return keras.Sequential([keras.Input((32, 32, 3)), layers.Rescaling(2.0), inner])
 
+def text():
+    tokens = keras.Input((None,), dtype="int32")
+    x = layers.Embedding(50, 8)(tokens)
+    x = layers.Add()([x, layers.MultiHeadAttention(2, 4)(x, x, use_causal_mask=True)])
+    return keras.Model(tokens, layers.Dense(50, activation="softmax")(x), name="text")
+
 def two_inputs():
     a, b = keras.Input((16, 16, 2), name="a"), keras.Input((None, None, 2), name="b")
     parts = [layers.GlobalMaxPooling2D()(layers.Conv2D(4, 3)(x)) for x in (a, b)]
@@ -204,7 +210,7 @@ WRONG = [
     (["zoo:flat", "--input-shape", "32,32,4"], "is 32x32x3. Received: --input-shape 32,32,4."),
     (["zoo:build", "--input-shape", "64,64"], "is ?x?x3. Received: --input-shape 64,64."),
     (["zoo:two_inputs", "--input-shape", "8,8,2"], "must name one of the inputs of model"),
-    (["zoo:two_inputs", "--input-shape", "c=8,8,2"], "a, b, such as a=64,64,3. Received: c."),
+    (["zoo:two_inputs", "--input-shape", "c=8,8,2"], "a, b, such as a=64,64,3. Received: c=8,8,2."),
     (["zoo:Subclassed"], "does not declare its input. Give one --input-shape without a name"),
     (["zoo:Subclassed", "--input-shape", "1,1,3"], "does not accept 1x1x1x3 float32: "),
     (["zoo:flat", "--loss", "nonesuch"], "cannot be compiled with --optimizer and --loss"),
@@ -309,6 +315,16 @@ def test_max_input_equals_largest_plannable_image(cli):
     assert max(plain["peak_bytes"], rewritten["peak_bytes"]) <= 0.9 * 2**20
     for size, unchanged in ((plain["size"], True), (plain["size"] + 8, False)):
         assert fits(cli, "zoo:build", ("--input-shape", f"{size},{size},3"), 1, "1MiB") == (True, unchanged)
+
+
+def test_max_input_finds_the_longest_sequence_of_tokens(cli):
+    options = ("--budget", "8MiB", "--multiple-of", 64, "--within", 0.1, "--max-size", 4096)
+    code, out, err = cli("max-input", "zoo:text", *options, "--json")
+    found = json.loads(out)
+    plain, rewritten = found["plain"], found["rewritten"]
+    assert code == 0 and "128, original: " in err
+    assert rewritten["size"] > 2 * plain["size"] > 0 and not plain["is_limit"]
+    assert fits(cli, "zoo:text", ("--input-shape", str(rewritten["size"])), 1, "8MiB") == (True, False)
 
 
 def test_size_search_skips_larger_budgets(cli, monkeypatch):

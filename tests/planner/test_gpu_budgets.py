@@ -14,6 +14,7 @@ from rewriters.device.cards import CARDS, planning_for
 from tflms_sft import AutoParams, BudgetError
 from tflms_sft._machine.memory_info import free_device_memory
 
+TITLE = CARDS["rtx2080ti"].title
 IMAGES = np.random.default_rng(0).normal(size=(2, 64, 64, 3)).astype("float32")
 
 
@@ -57,9 +58,8 @@ def test_budget_above_the_card_is_reduced_with_a_note(original):
     found = plan("11GiB", memory)
     assert found.memory_budget == memory
     assert found.changed and found.predicted.peak_bytes <= 0.9 * memory
-    (note,) = (
-        note for note in found.notes if note.endswith("instead of 11 GiB: TensorFlow allocates no more on GPU:0")
-    )
+    end = f"instead of 11 GiB: TensorFlow allocates no more on {TITLE}"
+    (note,) = (note for note in found.notes if note.endswith(end))
     assert note in found.summary()
 
 
@@ -70,7 +70,9 @@ def test_budget_within_the_card_is_kept(original):
 
 
 def test_remedy_for_a_card_that_is_too_small_is_another_device(original):
-    with pytest.raises(BudgetError, match=r"GPU:0 has 19. KiB: use a device with more memory.*, or shrink the batch"):
+    with pytest.raises(
+        BudgetError, match=r"allocates 19. KiB on NVIDIA GeForce RTX 2080 Ti: use more memory.*, or shrink the batch"
+    ):
         plan("11GiB", 200_000)
 
 

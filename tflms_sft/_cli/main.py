@@ -86,6 +86,7 @@ def _report_error(error: Exception, options: argparse.Namespace) -> int:
     is_expected = isinstance(error, (UsageError, RewriteError))
     text = str(error) if is_expected else f"{type(error).__name__}: {error}"
     text = text.replace("`memory_budget`", "--budget").replace("memory_budget=", "--budget ")
+    text = text.replace("`headroom=", "`--headroom ").replace("with `swap=True`", "without `--no-swap`")
     text = textwrap.shorten(text, _MAX_ERROR_CHARACTERS, placeholder=" ...")
     hint = "" if is_expected or options.traceback else " (--traceback shows where this was raised)"
     print(f"tflms-sft {options.command}: error: {text}{hint}", file=sys.stderr)

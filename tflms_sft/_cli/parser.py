@@ -61,6 +61,16 @@ def size(text: str) -> int | str:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def card_name(text: str) -> str:
+    """Return the name of a card that can be planned for."""
+    if text.lower() not in CARDS:
+        raise argparse.ArgumentTypeError(
+            f"expected one of {', '.join(CARDS)}. Received: {text!r}. For another card, name the one of the nearest "
+            "generation and pass its memory as --budget"
+        )
+    return text.lower()
+
+
 def whole(text: str) -> int:
     """Return a positive integer."""
     if not text.isdecimal() or int(text) < 1:
@@ -380,9 +390,10 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
 def _add_device_model(parser: argparse.ArgumentParser) -> None:
     text = (
         "plan for a graphics card that need not be in this machine, with the rates of its data sheet: "
-        f"{', '.join(CARDS)}; default: the first GPU, otherwise the CPU"
+        f"{', '.join(CARDS)}. For another card, name the one of the nearest generation and pass its memory as "
+        "--budget. Default: the first GPU, otherwise the CPU"
     )
-    parser.add_argument("--device-model", choices=tuple(CARDS), metavar="CARD", help=text)
+    parser.add_argument("--device-model", type=card_name, metavar="CARD", help=text)
 
 
 def _add_candidates(parser: argparse.ArgumentParser, candidates: str, multiple: int) -> None:

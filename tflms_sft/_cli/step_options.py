@@ -13,10 +13,12 @@ import tensorflow as tf
 
 from rewriters.device import properties
 from rewriters.device.cards import planned_card
+from rewriters.device.kernel_audit import MAX_SMALL_BYTES, audit_graph
 from rewriters.errors import RewriteError
+from rewriters.ir.op_traits import Trait, ops_with
 from tflms_sft._cli import model_loading
 from tflms_sft._cli.exit_status import Progress, UsageError
-from tflms_sft._keras.model_checks import check_model
+from tflms_sft._keras.model_checks import check_model, reason_runs_eagerly
 from tflms_sft._machine.calibration import machine_rates
 from tflms_sft._params.request import parse_request
 from tflms_sft._params.tile_params import AutoParams
@@ -87,6 +89,20 @@ class PlannableStep:
         """Predicted peak of the plain step in bytes, by the measure of a budget."""
         return predict(self.traced, [])[0].peak_bytes
 
+    def python_calls(self) -> list[str]:
+        """Return the types of ops that call Python."""
+        return sorted({node.op for node in self.traced.analysis.order} & ops_with(Trait.PYTHON_CALL))
+
+    def without_gpu_kernel(self) -> list[str]:
+        """Return the types of ops on larger tensors that have no GPU kernel; nothing for a build without kernels."""
+        if not tf.test.is_built_with_cuda():
+            return []
+        graph, batch = self.traced.analysis.graph, self.traced.batch
+        nodes = [graph.nodes[kernel.name] for kernel in audit_graph(graph).missing if kernel.name in graph.nodes]
+        return sorted(
+            {node.op for node in nodes if any(tensor.num_bytes(batch) > MAX_SMALL_BYTES for tensor in node.inputs)}
+        )
+
     def plan(self, params: Any, progress: Progress, advise: bool = True) -> Plan:
         """Return the plan for this machine, whose rates are measured if they are unknown.
 
@@ -129,9 +145,11 @@ def load(options: argparse.Namespace) -> tuple[Any, str]:
         options: `optimizer` and `loss` may be `None`.
 
     Raises:
-        UsageError: If there is no such model, or Keras does not know the optimizer or loss.
+        UsageError: If there is no such model, it runs eagerly, or Keras does not know the optimizer or loss.
     """
     model = model_loading.load(options.model, dict(options.arg), options.imports)
+    if getattr(model, "run_eagerly", False):
+        raise UsageError(reason_runs_eagerly(model))
     return model, _compile(model, options)
 
 
@@ -209,13 +227,19 @@ def input_specs(model: Any, shapes: Sequence[tuple[str | None, Shape]], batch: i
     if unknown or (None in given and len(inputs) > 1):
         raise UsageError(
             f"--input-shape must name one of the inputs of model {model.name!r}: {', '.join(names)}, such as "
-            f"{names[0]}=64,64,3. Received: {', '.join(str(name) for name in given)}."
+            f"{names[0]}=64,64,3. Received: {', '.join(map(_option_text, shapes))}."
         )
     specs = [_input_spec(model, tensor, given.get(_name(tensor), given.get(None)), batch) for tensor in inputs]
     if isinstance(model, keras.Sequential):
         return specs[0]
     by_tensor = dict(zip(map(id, inputs), specs, strict=True))
     return keras.tree.map_structure(lambda tensor: by_tensor[id(tensor)], model.input)
+
+
+def _option_text(named: tuple[str | None, Shape]) -> str:
+    """Return a shape as the command line has it."""
+    name, shape = named
+    return (f"{name}=" if name else "") + ",".join(map(str, shape))
 
 
 def _by_name(shapes: Sequence[tuple[str | None, Shape]]) -> Mapping[str | None, Shape]:

@@ -12,7 +12,10 @@ from rewriters.estimates.op_cost import NOMINAL, MachineRates
 __all__: list[str] = []
 
 TENSOR_CORE_FRACTION, FLOAT32_FRACTION = 0.4, 0.6
-"""Fractions of the data sheet's operations/s that convolutions reach with tensor cores, and without."""
+"""Fractions of the data sheet's operations/s that convolutions reach with tensor cores, and without.
+
+Those without were measured in float32 and are assumed for float64.
+"""
 
 MEMORY_FRACTION = 0.7
 """Fraction of the data sheet's bytes/s that kernels reach."""
@@ -26,7 +29,7 @@ an H200. Without a GPU the latter takes 1.1e-6 to 1.5e-6."""
 
 
 def card_rates(card: Card) -> MachineRates:
-    """Return the rates of a card for float32, with tensor cores if it has them for float32 and TensorFlow may use them.
+    """Return the rates of a card, with tensor cores if it has them for float32 and TensorFlow may use them.
 
     The fractions are fitted to original steps on an H200 (docs/benchmarks/gpu.md): three of networks of images take 0.9
     to 1.1 times as long, one of a network of volumes 1.6 times.
@@ -37,6 +40,7 @@ def card_rates(card: Card) -> MachineRates:
     touched = MEMORY_FRACTION * card.memory_rate
     return MachineRates(
         flops={"": flops},
+        float64_slowdown=flops / (FLOAT32_FRACTION * card.float64),
         touched={"": touched},
         weights=touched,
         first_touch=math.inf,

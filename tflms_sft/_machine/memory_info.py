@@ -49,6 +49,14 @@ def device_memory_limit(devices: Sequence[str] = ()) -> int | None:
     return len(known) * min(known) if known else None
 
 
+def device_names(devices: Sequence[str] = ()) -> str:
+    """Return the names of the devices whose memory is planned, for a message."""
+    card, names = planned_card(), ", ".join(devices) or properties.name()
+    if card is None:
+        return names
+    return f"{card.title} ({names})" if len(devices) > 1 else card.title
+
+
 def free_device_memory(devices: Sequence[str] = ()) -> int:
     """Return the free bytes of the device whose memory is planned.
 

@@ -10,9 +10,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rewriters.device import properties
 from rewriters.tiling.tile_planner import Halo
-from tflms_sft._machine.memory_info import device_memory_limit, free_device_memory
+from tflms_sft._machine.memory_info import device_memory_limit, device_names, free_device_memory
 from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._params.tile_counts import parse_num_tiles
 from tflms_sft._util.byte_sizes import format_bytes, parse_bytes
@@ -259,5 +258,5 @@ class AutoParams:
             return ""
         return (
             f"planned for {format_bytes(resolved.memory_budget)} instead of {format_bytes(self.memory_budget)}: "
-            f"TensorFlow allocates no more on {', '.join(devices) or properties.name()}"
+            f"TensorFlow allocates no more on {device_names(devices)}"
         )

@@ -24,7 +24,7 @@ from rewriters.device.peak_memory import Peak
 from rewriters.emission.tile_pass import SegmentPlan
 from rewriters.errors import BudgetError
 from rewriters.tiling.ft_segments import SkippedOps
-from tflms_sft._machine.memory_info import device_memory_limit
+from tflms_sft._machine.memory_info import device_memory_limit, device_names
 from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._planner.barrier_search import Barriers, BarrierSearch
@@ -66,6 +66,10 @@ MAX_HELPFUL_FRACTION = 0.95
 
 HALF_PRECISION_FRACTION = 0.75
 """Assumed bytes beside variables in half precision, over those in float32, which some gradients and sums keep."""
+
+SAFE_FRACTION = 0.85
+"""Share of the estimated pixels that an error suggests. Scratch memory shrinks less than the image: of three networks,
+one that was shrunk to the estimate needed 10 % more than the budget, another 3 %."""
 
 MIN_HEADROOM = 0.05
 """The smallest headroom that an error suggests, because peaks vary."""
@@ -377,11 +381,14 @@ def _too_small(traced: TracedStep, params: AutoParams, search: TileSearch, least
         budget, is_used = int(params.memory_budget), traced.in_used_process
         corrected += f" {excess_remedy(traced.correction, budget, peak.peak_bytes, is_used=is_used)}".rstrip()
     parts, name = takes_most(traced, plan.plans, peak)
+    limited = ""
+    if params.memory_budget == device_memory_limit(traced.devices):
+        limited = f", all that TensorFlow allocates on {device_names(traced.devices)}"
     layers = [f"{name}: {reason}" for name, reason in reasons(traced, search.left)]
     untiled = f" Not tiled: {shortened(layers, MAX_NAMES, '; ')}." if layers else ""
     error = BudgetError(
         "`memory_budget` is too small for this step. Received: memory_budget="
-        f"{format_bytes(params.memory_budget)} ({params.memory_budget} bytes). The smallest plan found needs "
+        f"{format_bytes(params.memory_budget)} ({params.memory_budget} bytes{limited}). The smallest plan found needs "
         f"{format_bytes(smallest)} ({smallest} bytes, headroom of {params.headroom:.0%} included), of which {parts} "
         f"and variables are {format_bytes(traced.fixed_bytes)}.{untiled}{corrected} "
         f"{_remedy(traced, params, search, smallest, plan)}"
@@ -403,8 +410,7 @@ def _remedy(traced: TracedStep, params: AutoParams, search: TileSearch, smallest
     larger = f'Pass memory_budget="{enough_bytes(smallest)}" or more ({time_text(plan.time_ratio)})'
     memory = device_memory_limit(traced.devices)
     if memory is not None and smallest > memory:
-        names = ", ".join(traced.devices) or properties.name()
-        larger = f"{names} has {format_bytes(memory)}: use a device with more memory"
+        larger = f"TensorFlow allocates {format_bytes(memory)} on {device_names(traced.devices)}: use more memory"
     headroom = math.floor(100 * (1 - plan.peak.peak_bytes * traced.correction / budget)) / 100
     # After a step above its prediction more headroom is the remedy.
     if traced.correction <= 1 and headroom >= MIN_HEADROOM:
@@ -420,11 +426,12 @@ def _remedy(traced: TracedStep, params: AutoParams, search: TileSearch, smallest
     images = int(traced.batch * fraction)
     half = ""
     if fraction >= HALF_PRECISION_FRACTION and not _is_mixed(traced):
-        half = ' Or build the model with `keras.config.set_dtype_policy("mixed_bfloat16")`: it may fit, too.'
+        policy = "mixed_float16" if properties.name().startswith("GPU") else "mixed_bfloat16"
+        half = f' Or build the model with `keras.config.set_dtype_policy("{policy}")`: it may fit, too.'
     if images:
         return f"{larger}, or shrink the batch: {images} instead of {traced.batch} is estimated to fit.{half}"
     shrunk = "the image" if traced.batch == 1 else "the batch and the image"
-    pixels = f"one image with {traced.batch * fraction:.0%} of the pixels is estimated to fit"
+    pixels = f"one image with {SAFE_FRACTION * traced.batch * fraction:.0%} of the pixels is estimated to fit"
     return f"{larger}, or shrink {shrunk}: {pixels}.{half}"
 
 

@@ -198,10 +198,9 @@ def _tile_rows(plan: SegmentPlan, tile_loop: TileLoop) -> tuple[tuple[int, ...],
         ends, begins = tile_loop.writes or segment.grad_entries, segment.entries
 
     def rows(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-        if not tensors:
-            return tuple(0 for _ in tile_loop.grid.spatial)
-        region = tile_loop.cells.get(tensors[0]) or tile_loop.regions[tensors[0]]
-        return tuple(int(interval.size.max()) for interval in region)
+        regions = (tile_loop.cells.get(tensor) or tile_loop.regions.get(tensor) for tensor in tensors)
+        sizes = [tuple(int(interval.size.max()) for interval in region) for region in regions if region is not None]
+        return max(sizes, key=math.prod, default=tuple(0 for _ in tile_loop.grid.spatial))
 
     return rows(ends), rows(begins)
 
