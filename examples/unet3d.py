@@ -17,7 +17,7 @@ import functools
 import sys
 import tempfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     import keras
     import numpy as np
     import tensorflow as tf
+
+    Build = Callable[[int, int], keras.Model]
 
 LEARNING_RATE = 1e-3
 FILTERS = (8, 16, 32, 64)  # from the full size to the smallest; each level has half the size of the one above
@@ -116,7 +118,7 @@ def read_volume(path: Path, option: str) -> np.ndarray:
     return voxels
 
 
-def load_scan(volume: Path, labels: Path, edge: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
+def load_scan(volume: Path, labels: Path, edge: int, stride: int = STRIDE) -> tuple[np.ndarray, np.ndarray, list[int]]:
     """Returns the scan with mean 0 and deviation 1, the class of each voxel, and the label of each class.
 
     Raises:
@@ -130,8 +132,8 @@ def load_scan(volume: Path, labels: Path, edge: int) -> tuple[np.ndarray, np.nda
             f"--labels must have the shape of the volume, {by(scan.shape)}. Received: {by(found.shape)}"
         )
     if edge > min(scan.shape):
-        largest = min(scan.shape) // STRIDE * STRIDE
-        remedy = f"the largest that fits is {largest}" if largest else f"it needs at least {STRIDE} along each axis"
+        largest = min(scan.shape) // stride * stride
+        remedy = f"the largest that fits is {largest}" if largest else f"it needs at least {stride} along each axis"
         raise _training.UserError(f"--volume-size {edge} is more than the volume has, {by(scan.shape)}: {remedy}")
     values, classes = np.unique(found, return_inverse=True)
     if not 2 <= len(values) <= MAX_CLASSES or not np.array_equal(values, np.rint(values)):
@@ -184,30 +186,31 @@ def by(shape: Sequence[int]) -> str:
 # The program.
 
 
-def train(volume: Path, labels: Path, options: argparse.Namespace) -> None:
-    """Trains on a volume and its labels."""
-    scan, classes, values = load_scan(volume, labels, options.volume_size)
+def train(volume: Path, labels: Path, options: argparse.Namespace, build: Build, stride: int) -> None:
+    """Trains a network on a volume and its labels."""
+    scan, classes, values = load_scan(volume, labels, options.volume_size, stride)
     print(f"Volume of {by(scan.shape)} voxels, labels {', '.join(map(str, values))}", flush=True)
-    build = functools.partial(build_model, options.volume_size, len(values))
-    _training.train(build, functools.partial(cut_cubes, scan, classes, options), options)
+    built = functools.partial(build, options.volume_size, len(values))
+    _training.train(built, functools.partial(cut_cubes, scan, classes, options), options)
 
 
-def check_size(parser: argparse.ArgumentParser, edge: int) -> None:
-    """Ends the program if the poolings would leave a remainder."""
-    if edge % STRIDE:
-        below = edge // STRIDE * STRIDE
-        nearest = " and ".join(str(size) for size in (below, below + STRIDE) if size)
+def check_size(parser: argparse.ArgumentParser, edge: int, stride: int) -> None:
+    """Ends the program if the network would leave a remainder."""
+    if edge % stride:
+        below = edge // stride * stride
+        nearest = " and ".join(str(size) for size in (below, below + stride) if size)
         parser.error(
-            f"--volume-size must be divisible by {STRIDE}, since the network halves it {len(FILTERS) - 1} times. "
-            f"Received: {edge}; nearest: {nearest}"
+            f"--volume-size must be divisible by {stride}, as the network needs. Received: {edge}; nearest: {nearest}"
         )
 
 
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parses the command line."""
+def parse_arguments(
+    arguments: Sequence[str] | None, program: str = "unet3d", description: str | None = __doc__, stride: int = STRIDE
+) -> argparse.Namespace:
+    """Parses the command line of an example."""
     parser = argparse.ArgumentParser(
-        prog="python -m examples.unet3d",
-        description=__doc__,
+        prog=f"python -m examples.{program}",
+        description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument_group("volume").add_argument
@@ -218,7 +221,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     _training.add_options(parser, batch_size=2, epochs=3, steps=4)
     options = parser.parse_args(arguments)
     _training.check_options(parser, options)
-    check_size(parser, options.volume_size)
+    check_size(parser, options.volume_size, stride)
     if (options.volume is None) != (options.labels is None):
         parser.error("--volume and --labels belong together: give both or neither")
     for name in ("volume", "labels"):
@@ -228,14 +231,28 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Trains on the volume of the command line, or on a phantom."""
-    options = parse_arguments(arguments)
+def main(
+    arguments: Sequence[str] | None = None,
+    program: str = "unet3d",
+    description: str | None = __doc__,
+    build: Build = build_model,
+    stride: int = STRIDE,
+) -> None:
+    """Trains on the volume of the command line, or on a phantom.
+
+    Args:
+        arguments: Of the command line; None for those of the process.
+        program: Name of the example.
+        description: What `--help` says of it.
+        build: Makes its network from the edge of the cubes and the number of classes.
+        stride: Number that must divide the edge of the cubes.
+    """
+    options = parse_arguments(arguments, program, description, stride)
     if options.volume:
-        train(options.volume, options.labels, options)
+        train(options.volume, options.labels, options, build, stride)
         return
     with tempfile.TemporaryDirectory() as folder:
-        train(*write_phantom(Path(folder), options.seed), options)
+        train(*write_phantom(Path(folder), options.seed), options, build, stride)
 
 
 if __name__ == "__main__":

@@ -341,8 +341,7 @@ def insides():
     }
 
 
-INSIDE = [("deep skip", "tiles", "1f1b", 2), ("deep skip", "tiles", "master", 2), ("deep", "both", "1f1b", 2)]
-INSIDE += [("deep skip", "rows", "gpipe", 2), ("deep skip", "host", "basic", 2)]
+INSIDE = [("deep skip", "tiles", "master", 2), ("deep", "both", "1f1b", 2), ("deep skip", "host", "basic", 2)]
 INSIDE += [("norm", "both", "gpipe", 1)]
 LONG_INSIDE = [(kind, what, *one) for kind in ("deep", "deep skip") for what in ("tiles", "both") for one in SCHEDULES]
 LONG_INSIDE += [("deep skip", what, *one) for what in ("rows", "swaps", "host") for one in SCHEDULES[2:]]

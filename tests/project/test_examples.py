@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from skimage import io
 
-from examples import _training, resnet50, unet3d
+from examples import _training, long_text, resnet50, swin_unet3d, unet3d, vit_pathology
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_CUBES = ["--volume-size", "16", "--steps", "2", "--epochs", "1", "--batch-size", "1"]
@@ -94,6 +94,54 @@ def test_slides_example_trains_within_budget(tmp_path):
     assert re.search(r"with the budget \d+ MiB predicted, ", out.splitlines()[-1])
 
 
+def largest_difference(out):
+    """Return the largest difference from plain training that an example prints."""
+    found = re.search(r"Largest difference from plain training: losses (\S+), weights (\S+)", out)
+    return max(map(float, found.groups()))
+
+
+def test_section_example_runs_attention_in_tiles(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 255, (200, 150, 3), dtype=np.uint8)
+    io.imsave(tmp_path / "section.png", pixels, check_contrast=False)
+    size = ["--tile-size", "128", "--steps", "1", "--epochs", "1", "--image", tmp_path / "section.png"]
+    out = run("vit_pathology", *size, "--memory-budget", "10MiB", "--compare")
+    assert "Section of 200 x 150 pixels" in out and "segment(s)" in out
+    assert largest_difference(out) < 1e-4
+
+
+def test_windows_example_runs_in_tiles(scan, labels):
+    arguments = ["--volume-size", "16", "--steps", "1", "--epochs", "1", "--volume", scan, "--labels", labels]
+    out = run("swin_unet3d", *arguments, "--memory-budget", "6MiB", "--compare")
+    assert "Volume of 24 x 20 x 17 voxels" in out and "segment(s)" in out
+    assert largest_difference(out) < 1e-4
+
+
+def test_text_example_without_keras_hub_says_what_to_install(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "keras_hub", None)
+    assert "pip install keras-hub" in refusal(long_text, capsys, "--length", "64")
+
+
+@pytest.mark.slow
+def test_text_example_runs_attention_in_tiles():
+    pytest.importorskip("keras_hub")
+    out = run("long_text", "--memory-budget", "40MiB", "--compare", "--epochs", "1", "--steps", "2")
+    assert "segment(s)" in out and largest_difference(out) < 1e-4
+
+
+def test_passages_are_followed_by_their_next_bytes():
+    options = long_text.parse_arguments(["--length", "7", "--batch-size", "2", "--epochs", "1", "--steps", "1"])
+    ((passages, following),) = long_text.cut_passages(np.arange(100, dtype=np.uint8), options)
+    assert np.array_equal(passages["token_ids"] + 1, following) and following.shape == (2, 7)
+
+
+def test_half_of_the_tiles_have_more_stain():
+    section = vit_pathology.read_section(None)
+    options = vit_pathology.parse_arguments(["--tile-size", "64", "--steps", "5"])
+    data = vit_pathology.cut_tiles(section, vit_pathology.stain_of(section), options)
+    labels = np.concatenate([label for _, label in data])
+    assert labels.shape == (30, 1) and labels.sum() == 15
+
+
 def test_interrupted_example_prints_one_line():
     child = subprocess.Popen(
         command("unet3d", [*TINY_CUBES, "--epochs", "10000"]),
@@ -165,7 +213,7 @@ def test_crops_come_from_all_classes(tmp_path):
 # What is wrong is said in one line ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("example", (resnet50, unet3d))
+@pytest.mark.parametrize("example", (resnet50, unet3d, vit_pathology))
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -197,7 +245,13 @@ def test_invalid_swap_options_are_refused(capsys):
 
 def test_sizes_that_do_not_fit_the_network_are_refused(scan, labels, capsys):
     line = refusal(unet3d, capsys, "--volume-size", "30")
-    assert "must be divisible by 8, since the network halves it 3 times. Received: 30; nearest: 24 and 32" in line
+    assert "must be divisible by 8, as the network needs. Received: 30; nearest: 24 and 32" in line
+    line = refusal(swin_unet3d, capsys, "--volume-size", "24")
+    assert "must be divisible by 16, as the network needs. Received: 24; nearest: 16 and 32" in line
+    line = refusal(vit_pathology, capsys, "--tile-size", "100")
+    assert "--tile-size must be divisible by --patch-size. Received: 100 and 8" in line
+    assert "more than the section has, 512 x 512" in refusal(vit_pathology, capsys, "--tile-size", "1024")
+    assert "--length must be less than" in refusal(long_text, capsys, "--length", "10000000")
     assert "nearest: 8" in refusal(unet3d, capsys, "--volume-size", "3")
     line = refusal(unet3d, capsys, "--volume", scan, "--labels", labels, "--volume-size", "24")
     assert line == "error: --volume-size 24 is more than the volume has, 24 x 20 x 17: the largest that fits is 16"

@@ -236,7 +236,7 @@ def _add_max_input(commands: Any) -> None:
     parser = _command(
         commands,
         "max-input",
-        "find the largest square (cubic) image that trains within a budget, by the original and the rewritten step",
+        "find the largest square (cubic) image, or the longest sequence, that trains within a budget",
         "The result is a prediction; no step runs. `worst-case peak` is the peak in the worst state in which earlier "
         "steps may leave the allocator; a fresh process may need a fifth less. `time` is relative to the original step "
         "of the same size.",
