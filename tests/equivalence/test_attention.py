@@ -124,7 +124,7 @@ def transformer(attend, masked):
     return keras.Model(tokens, layers.Dense(CLASSES)(x))
 
 
-def attention_step(attend, known_batch=True, masked=False, batch=BATCH):
+def attention_step(attend, known_batch=True, masked=False, batch=BATCH, **options):
     """Return three training steps of a transformer; every third token is masked."""
     keras.utils.set_random_seed(0)
     model = transformer(attend, masked)
@@ -136,7 +136,7 @@ def attention_step(attend, known_batch=True, masked=False, batch=BATCH):
         batches.append((tokens, random.integers(CLASSES, size=(batch, LENGTH)).astype("int32")))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     arguments = {
-        "optimizer": keras.optimizers.SGD(0.1, momentum=0.9),
+        "optimizer": keras.optimizers.SGD(0.1, momentum=0.9, **options),
         "loss": loss,
         "metrics": ["accuracy"],
         "jit_compile": False,
@@ -185,6 +185,19 @@ def test_tiles_of_one_token_and_an_unknown_batch_equal_the_original(name):
 def test_padding_mask_and_causal_mask():
     step = attention_step(ATTENTION["causal"], masked=True)
     assert not differing(step, tflms_sft.SFTParams(num_tiles=(1, 4)))
+
+
+def test_gradients_of_sequences_of_several_lengths_are_accumulated():
+    step = attention_step(ATTENTION["causal"], masked=True, gradient_accumulation_steps=2)
+    assert not differing(step, tflms_sft.SFTParams(num_tiles=(1, 4)))
+
+
+def test_more_tiles_than_tokens_become_one_for_each_token():
+    step = attention_step(ATTENTION["causal"])
+    params = tflms_sft.SFTParams(num_tiles=(1, LENGTH + 1))
+    (segment,) = tflms_sft.rewrite(step.function, params, *step.specs).plan.segments
+    assert segment.num_tiles == (1, 1, LENGTH) and any("too few rows" in note for note in segment.notes)
+    assert not differing(step, params)
 
 
 @pytest.mark.parametrize("name", ["causal", "dropout"])

@@ -34,6 +34,8 @@ TWO_DEVICES = """
             for filters in (4, 5, 4):
                 x = layers.Conv2D(filters, 3, padding="same", use_bias=False)(x)
                 x = layers.ReLU()(layers.BatchNormalization()(x) if sys.argv[1] == "normed" else x)
+            if sys.argv[1] == "attention":
+                x = x + layers.MultiHeadAttention(2, 2, attention_axes=(1, 2))(x, x)
             model = keras.Model(image, layers.Dense(3)(layers.GlobalAveragePooling2D()(x)))
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
             optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
@@ -149,7 +151,7 @@ def run(script, net):
     return done.stdout
 
 
-@pytest.mark.parametrize("net", ("plain", "normed"))
+@pytest.mark.parametrize("net", ("plain", "normed", "attention"))
 def test_step_of_two_replicas_equals_plain(net):
     segments, loops, first, off = run(REPLICAS, net).split()
     assert (segments, loops) == ("2", "4") if net == "plain" else int(loops) > 6

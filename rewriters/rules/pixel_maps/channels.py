@@ -199,14 +199,14 @@ class Roll(AlongChannels):
             return emitter.clone(op.node, operands)
         (result, *_), out = operands, op.node.out()
         shifts = [0] * rank_of(out)
-        for shift, dim in zip(op.ints(1), op.ints(2), strict=True):
-            shifts[dim] += shift
+        for shift, place in zip(op.ints(1), op.ints(2), strict=True):
+            shifts[place] += shift
         for axis, dim in enumerate(op.layout(out).dims):
             if dim is not None:
                 rows = (np.arange(op.extent(out, axis)) - shifts[dim]) % op.extent(out, axis)
                 result = tf.gather(result, emitter.axis_positions(op.node, 0, rows, axis), axis=dim)
                 shifts[dim] = 0
-        moved = {dim: shift for dim, shift in enumerate(shifts) if shift}
+        moved = {place: shift for place, shift in enumerate(shifts) if shift}
         return [tf.roll(result, [*moved.values()], [*moved]) if moved else result]
 
 
