@@ -18,7 +18,7 @@ import tensorflow as tf
 from rewriters.canonicalize.per_pixel_calls import add_per_pixel_call
 from rewriters.ir.graph import Graph, Node, Tensor
 from rewriters.ir.static_values import StaticEvaluator, int_constant, type_attr
-from rewriters.rules.contraction import CROSS_ENTROPIES
+from rewriters.rules.contraction import CLASSIFICATIONS
 from rewriters.rules.elementwise import ELEMENTWISE
 
 __all__: list[str] = []
@@ -202,20 +202,22 @@ def _expand(folder: _MatrixFolder, node: Node) -> Sequence[Tensor]:
     return [expanded]
 
 
-def _cross_entropy(folder: _MatrixFolder, node: Node) -> Sequence[Tensor]:
-    """Replace a cross-entropy by a call of a function that reshapes images to matrices."""
-    if not all(tensor in folder.images for tensor in node.inputs) or not folder.have_equal_pixels(node.inputs):
+def _classification(folder: _MatrixFolder, node: Node) -> Sequence[Tensor]:
+    """Replace a cross-entropy, or a test of classes, by a call of a function that reshapes images to matrices."""
+    matrices, others = node.inputs[:2], node.inputs[2:]
+    if not all(tensor in folder.images for tensor in matrices) or not folder.have_equal_pixels(matrices):
         return ()
-    features, labels = (folder.images[tensor] for tensor in node.inputs)
+    features, labels = (folder.images[tensor] for tensor in matrices)
     assert features.shape and labels.shape
-    classes = () if node.op.startswith("Sparse") else features.shape[-1:]
+    classes = features.shape[-1:] if node.op == "SoftmaxCrossEntropyWithLogits" else ()
     if labels.shape[1:] != (*features.shape[1:-1], *classes):  # The kernel broadcasts one label over all classes.
         return ()
-    outputs = [(features.dtype, features.shape[:-1]), (features.dtype, features.shape)]
-    call = add_per_pixel_call(folder.graph, node, [features, labels], outputs)
-    for index in range(2):
-        folder.images[node.out(index)] = call.out(index)
-    return [call.out(0), call.out(1)]
+    shapes = [features.shape[:-1], features.shape]
+    outputs = [(dtype, shape) for (dtype, _), shape in zip(node.outputs, shapes, strict=False)]
+    call = add_per_pixel_call(folder.graph, node, [features, labels, *others], outputs)
+    results = [call.out(index) for index in range(len(outputs))]
+    folder.images.update((node.out(index), result) for index, result in enumerate(results))
+    return results
 
 
 _Replacement = Callable[[_MatrixFolder, Node], Sequence[Tensor]]
@@ -224,5 +226,5 @@ _REPLACEMENTS: dict[str, _Replacement] = {
     "BiasAddGrad": _bias_gradient,
     "ExpandDims": _expand,
     **dict.fromkeys((*ELEMENTWISE, "BiasAdd", "Softmax", "LogSoftmax"), _elementwise),
-    **dict.fromkeys(CROSS_ENTROPIES, _cross_entropy),
+    **dict.fromkeys(CLASSIFICATIONS, _classification),
 }

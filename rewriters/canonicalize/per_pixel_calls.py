@@ -14,16 +14,16 @@ __all__: list[str] = []
 
 
 def add_per_pixel_call(graph: Graph, near: Node, operands: Sequence[Tensor], outputs: Sequence[Any]) -> Node:
-    """Add a call of a function that runs a softmax or a cross-entropy.
+    """Add a call of a function that runs a softmax, or an op on scores and labels.
 
     Args:
         graph: The graph.
         near: The op on matrices, for its type and its device.
-        operands: The images.
+        operands: The images, then others.
         outputs: (dtype, shape) of every result.
     """
     function = tf.function(lambda *images: run_per_pixel(near.kernel, *images), autograph=False)
-    shapes = [(*[None] * (len(tensor.shape or ()) - 1), (tensor.shape or ())[-1]) for tensor in operands]
+    shapes = [(*[None] * (len(tensor.shape or ()) - 1), *(tensor.shape or ())[-1:]) for tensor in operands]
     specs = [tf.TensorSpec(shape, t.dtype) for shape, t in zip(shapes, operands, strict=True)]
     definition = function.get_concrete_function(*specs).function_def
     graph.library.function.append(definition)

@@ -17,6 +17,8 @@ from rewriters.rules.registry import AxisPlan, Emitter, OpView, Rule, TileKind, 
 __all__: list[str] = []
 
 CROSS_ENTROPIES = ("SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits")
+CLASSIFICATIONS = (*CROSS_ENTROPIES, "InTopKV2")
+"""Ops on the scores and on the label of each row of a matrix."""
 
 
 def einsum_labels(node: Node) -> list[str]:
@@ -242,9 +244,17 @@ class Einsum(Rule):
         return 2.0 * math.prod(float(size) for size in sizes.values())
 
 
-@tiling_rule(*CROSS_ENTROPIES)
-class CrossEntropy(Pointwise):
-    """Cross-entropy per pixel, as `matrices_to_images.py` calls it: loss and gradient by the logits."""
+@tiling_rule(*CLASSIFICATIONS)
+class Classification(Pointwise):
+    """Op on the scores and on the label of each pixel, as `matrices_to_images.py` calls it.
+
+    Cross-entropies return the loss and its gradient by the scores. `InTopKV2`, whose third operand is a number, tells
+    whether the label is among the best classes.
+    """
+
+    def data(self, op: OpView) -> list[int]:
+        """Return scores and labels."""
+        return [0, 1]
 
     def links(self, op: OpView) -> list[AxisMap]:
         """Link equal dimensions of all tensors."""
@@ -252,29 +262,33 @@ class CrossEntropy(Pointwise):
         if features.shape is None:
             return []
         pixels = {dim: dim for dim in range(len(features.shape) - 1)}
-        others = [op.node.inputs[1], op.node.out(0), op.node.out(1)]
         return [
             AxisMap(features, tensor, pixels)
-            for tensor in others
+            for tensor in self._others(op)
             if tensor.shape is not None and len(tensor.shape) in (len(pixels), len(pixels) + 1)
         ]
+
+    @staticmethod
+    def _others(op: OpView) -> list[Tensor]:
+        """Return the labels and the results."""
+        return [op.node.inputs[1], *map(op.node.out, range(len(op.node.outputs)))]
 
     def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """Return `FULL` for forward values; the channels must come last."""
         if PER_PIXEL not in op.node.attrs:
             raise NotTileableError("the rows of its matrix are not the pixels of an image")
-        if any(kind is not TileKind.FULL for kind in kinds):
+        if any(kind is not TileKind.FULL for kind in kinds[:2]):
             raise NotTileableError(f"{op.node.op} needs an image, and labels for each of its pixels")
-        features, labels = op.node.inputs
+        features = op.node.inputs[0]
         if len(features.shape or ()) - 1 in op.layout(features).dims:
             raise NotTileableError("its classes are an axis of the image")
-        if any(op.layout(tensor) != op.layout(features) for tensor in (labels, op.node.out(0), op.node.out(1))):
+        if any(op.layout(tensor) != op.layout(features) for tensor in self._others(op)):
             raise NotTileableError("its labels have another axis order than the image")
         return TileKind.FULL
 
     def operand_rows_for_result(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
-        """Require rows `out` of features and labels."""
-        return AxisPlan(out, out, [out, out])
+        """Require rows `out` of scores and labels."""
+        return AxisPlan(out, out, [out, out, *[None] * (len(op.node.inputs) - 2)])
 
     def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
         """Run the body of the called function inline."""

@@ -84,12 +84,14 @@ def run_per_pixel(op: str, features: Any, *others: Any) -> list[Any]:
     """Run an op of matrices on the pixels of images.
 
     Args:
-        op: Type of a softmax or of a cross-entropy.
+        op: Type of a softmax, of a cross-entropy, or of the test whether a class is among the best.
         features: `(..., classes)`.
-        others: The labels of a cross-entropy, of the shape of `features`, with or without the classes.
+        others: Labels, of the shape of `features`, with or without the classes; for the test also the number of classes
+            that count as the best.
 
     Returns:
-        The result of a softmax; loss, without the classes, and its gradient by `features` of a cross-entropy.
+        The result of a softmax; loss, without the classes, and its gradient by `features` of a cross-entropy; or the
+            result of the test, without the classes.
     """
     shape = tf.shape(features)
     # Concatenated rows may have lost a static size.
@@ -97,7 +99,10 @@ def run_per_pixel(op: str, features: Any, *others: Any) -> list[Any]:
     matrix = tf.reshape(features, [-1, classes])
     if not others:
         return [tf.reshape(getattr(tf.raw_ops, op)(logits=matrix), shape)]
-    (labels,) = others
+    labels, *number = others
+    if number:
+        found = tf.raw_ops.InTopKV2(predictions=matrix, targets=tf.reshape(labels, [-1]), k=number[0])
+        return [tf.reshape(found, shape[:-1])]
     if labels.dtype == tf.int32 and properties.name().startswith("GPU"):
         labels = tf.cast(labels, tf.int64)  # The kernel that reshapes int32 reads host memory.
     flat = tf.reshape(labels, [-1] if op.startswith("Sparse") else [-1, classes])

@@ -85,6 +85,15 @@ STEP_OF = {
     "sum": lambda: net_step(scores, classes_of, loss=SPARSE(reduction="sum")),
     "ignored class": lambda: net_step(scores, classes_of, loss=SPARSE(ignore_class=1)),
     "accuracy": lambda: net_step(scores, classes_of, loss=SPARSE(), metrics=["accuracy"]),
+    "intersection over union": lambda: net_step(
+        scores, classes_of, loss=SPARSE(), metrics=[keras.metrics.MeanIoU(CLASSES, sparse_y_pred=False)]
+    ),
+    "best classes": lambda: net_step(
+        scores, classes_of, loss=SPARSE(), metrics=[keras.metrics.SparseTopKCategoricalAccuracy(2, dtype="float32")]
+    ),
+    "area under the curve": lambda: net_step(
+        sigmoid, binary, loss=losses.BinaryCrossentropy(), metrics=[keras.metrics.AUC(), keras.metrics.BinaryIoU()]
+    ),
     "weights": lambda: net_step(scores, weighted, loss=SPARSE(), weighted_metrics=["accuracy"]),
     "masked mean": lambda: net_step(scores, classes_of, loss=masked),
     "smoothed": lambda: net_step(

@@ -14,7 +14,7 @@ from rewriters.canonicalize.canonicalize import canonicalize_graph
 from rewriters.emission import tile_pass
 from rewriters.errors import NotTileableError
 from rewriters.ir.graph import PER_PIXEL, Tensor, from_concrete_function
-from rewriters.rules.contraction import CROSS_ENTROPIES
+from rewriters.rules.contraction import CLASSIFICATIONS
 from rewriters.rules.registry import TileKind, find_rule
 from rewriters.step_importer import StepImporter
 from rewriters.tiling.checkpoint_selection import LoopSpec
@@ -35,6 +35,11 @@ class Const:
 def per_pixel_op(op_type: str) -> Any:
     """An op on matrices of pixels between the reshapes that a step has there."""
 
+    def best(predictions: Any, targets: Any, k: Any, name: str) -> Any:
+        matrix = tf.reshape(predictions, [-1, predictions.shape[-1]])
+        found = tf.raw_ops.InTopKV2(predictions=matrix, targets=tf.reshape(targets, [-1]), k=k, name=name)
+        return tf.reshape(found, tf.shape(targets))
+
     def run(features: Any, labels: Any, name: str) -> Any:
         classes, shape = features.shape[-1], tf.shape(features)
         flat = [-1, classes] if labels.shape.rank == features.shape.rank else [-1]
@@ -43,7 +48,7 @@ def per_pixel_op(op_type: str) -> Any:
         )
         return [tf.reshape(loss, shape[:-1]), tf.reshape(gradient, shape)]
 
-    return run
+    return best if op_type == "InTopKV2" else run
 
 
 class OneOp:
@@ -52,7 +57,7 @@ class OneOp:
     def __init__(self, op_type: str, operands: dict[str, Any], batch_known: bool = True) -> None:
         leaves = tf.nest.flatten(operands)
         self.arrays = [leaf for leaf in leaves if isinstance(leaf, np.ndarray)]
-        per_pixel = op_type in CROSS_ENTROPIES
+        per_pixel = op_type in CLASSIFICATIONS
         raw_op = per_pixel_op(op_type) if per_pixel else getattr(tf.raw_ops, op_type)
 
         def body(*args: Any) -> Any:

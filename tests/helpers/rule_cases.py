@@ -75,6 +75,14 @@ cases(
     "SparseSoftmaxCrossEntropyWithLogits",
     lambda: {"features": image(), "labels": np.random.RandomState(5).randint(0, 4, (3, HEIGHT, WIDTH))},
 )
+cases(
+    "InTopKV2",
+    lambda: {
+        "predictions": image().astype("float32"),
+        "targets": np.random.RandomState(5).randint(0, 4, (3, HEIGHT, WIDTH)),
+        "k": Const(np.int64(2)),
+    },
+)
 cases("Softmax LogSoftmax", lambda: {"logits": image()})
 
 cases("Pad", lambda: {"input": image(), "paddings": Const([[0, 0], [1, 2], [3, 0], [1, 0]])})
