@@ -16,11 +16,11 @@ demo: $(STAMP)
 	$(RUN) -m examples.demo
 
 test: lint
-	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(RUN) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # An empty -m takes the place of the "not slow" in pyproject.toml.
 test-all: lint
-	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m ""
+	$(RUN) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m ""
 
 # The core tests on the oldest and the newest supported versions, in environments of their own. OLDEST_PYTHON and
 # NEWEST_PYTHON name interpreters; ANY_PYTHON=1 falls back to other releases of CPython that are there.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,11 +23,11 @@ def add_per_pixel_call(graph: Graph, near: Node, operands: Sequence[Tensor], out
         operands: The images, then others.
         outputs: (dtype, shape) of every result.
     """
-    function = tf.function(lambda *images: run_per_pixel(near.kernel, *images), autograph=False)
     shapes = [(*[None] * (len(tensor.shape or ()) - 1), *(tensor.shape or ())[-1:]) for tensor in operands]
-    specs = [tf.TensorSpec(shape, t.dtype) for shape, t in zip(shapes, operands, strict=True)]
-    definition = function.get_concrete_function(*specs).function_def
-    graph.library.function.append(definition)
+    specs = tuple(tf.TensorSpec(shape, t.dtype) for shape, t in zip(shapes, operands, strict=True))
+    definition = _definition(near.kernel, specs)
+    if all(known.signature.name != definition.signature.name for known in graph.library.function):
+        graph.library.function.append(definition)
     values = tf.compat.v1.AttrValue.ListValue
     attrs = {
         "Tin": tf.compat.v1.AttrValue(list=values(type=[t.dtype.as_datatype_enum for t in operands])),
@@ -35,3 +36,10 @@ def add_per_pixel_call(graph: Graph, near: Node, operands: Sequence[Tensor], out
         PER_PIXEL: tf.compat.v1.AttrValue(s=near.kernel.encode()),
     }
     return graph.add_beside(near, "PartitionedCall", operands, attrs, outputs)
+
+
+@functools.cache
+def _definition(kernel: str, specs: tuple[tf.TensorSpec, ...]) -> Any:
+    """Return the function that runs a kernel on operands of some shapes; graphs share it."""
+    function = tf.function(lambda *images: run_per_pixel(kernel, *images), autograph=False)
+    return function.get_concrete_function(*specs).function_def

@@ -1,4 +1,4 @@
-"""Windows as images: what the rewriting of ops on windows knows of a graph, and adds to it."""
+"""Images of windows, and the ops on images that may replace ops on windows."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from rewriters.ir.graph import Graph, Node, Tensor
 from rewriters.ir.static_values import StaticEvaluator, int_constant, type_attr
 
 __all__: list[str] = []
+
+MAX_RANK = 8
+"""Dimensions for which TensorFlow has kernels of slices and selections."""
 
 
 class Region:
@@ -96,29 +99,30 @@ class WindowGraph:
         """Record the image of a result that is windows, as an operand is.
 
         Raises:
-            NotTileableError: If more than its batch size is unknown.
+            NotTileableError: If more than its batch size is unknown, or it has too many dimensions.
         """
-        if None in (image.shape or ())[1:]:
-            raise NotTileableError(f"`{node.out(index).name}` has an unknown size")
+        shape = image.shape or ()
+        if None in shape[1:] or len(shape) > MAX_RANK:
+            raise NotTileableError(f"`{node.out(index).name}` has an unknown size, or too many dimensions as an image")
         image.node.control_inputs = self._waited_for(node, operand.region)
         self.windows[node.out(index)] = dataclasses.replace(operand, image=image, dim=dim)
         self.replaced[node.out(index)] = image, operand.region
         self.new_nodes[node] = image.node, operand.region
 
     def replace(self, node: Node, new: Tensor, operand: Windows) -> None:
-        """Record the replacement of a result that is no windows, of an op with an operand that is."""
+        """Record the replacement of a result without a dimension of windows."""
         new.node.control_inputs = self._waited_for(node, operand.region)
         self.replaced[node.out()] = new, operand.region
         self.new_nodes[node] = new.node, operand.region
 
     def _waited_for(self, node: Node, region: Region) -> list[Node]:
         """Return the nodes that a new node in place of another one waits for."""
-        waited = []
-        for before in node.control_inputs:
-            new, other = self.new_nodes.get(before, (before, region))
-            region.join(other)
-            waited.append(new)
-        return waited
+        controls = []
+        for old in node.control_inputs:
+            control, control_region = self.new_nodes.get(old, (old, region))
+            region.join(control_region)
+            controls.append(control)
+        return controls
 
     def add(self, near: Node, op: str, operands: Sequence[Tensor], attrs: Any, shape: Sequence[int | None]) -> Tensor:
         """Add an op with the dtype of the result of `near`, and return its result."""
@@ -134,7 +138,9 @@ class WindowGraph:
         attrs = {"T": type_attr(source.dtype), "Tshape": type_attr(tf.int32)}
         return self.graph.add_beside(near, "Reshape", [source, sizes], attrs, [(source.dtype, tuple(shape))]).out()
 
-    def sizes(self, near: Node, image: Tensor, shape: Sequence[int | None], dtype: tf.DType, factor: int = 1) -> Tensor:
+    def add_shape(
+        self, near: Node, image: Tensor, shape: Sequence[int | None], dtype: tf.DType, factor: int = 1
+    ) -> Tensor:
         """Add a shape whose first size, if unknown, is `factor` times that of an image."""
         if None not in shape:
             return self.ints(near, tuple(size or 0 for size in shape), dtype)
@@ -174,5 +180,5 @@ class WindowGraph:
         return dim == 0 and known.assume_equal(known.of(tensor), number)
 
     def single(self, node: Node, position: int = 0) -> Windows | None:
-        """Return the windows of an operand; `None` if it is none."""
+        """Return the image of an operand; `None` if the operand has no dimension of windows."""
         return self.windows.get(node.inputs[position])

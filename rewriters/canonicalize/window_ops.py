@@ -24,7 +24,7 @@ __all__: list[str] = []
 MAX_SOFTMAX_RANK = 5
 """Dimensions for which TensorFlow has a softmax: oneDNN refuses more."""
 
-_UNKNOWN = 1_000_003
+BATCH_STAND_IN = 1_000_003
 """Stands for the batch size: a prime larger than other sizes, so that products show which dimensions hold it."""
 
 
@@ -61,9 +61,9 @@ def _elementwise(folder: WindowGraph, node: Node) -> bool:
 
 def _same_sizes(folder: WindowGraph, one: Windows, other: Windows) -> bool:
     """Return whether the joined dimensions of two windows are the same."""
-    if one.dim or other.dim:
-        return one.sizes == other.sizes
-    return one.sizes[1:] == other.sizes[1:] and folder.evaluate.sizes.assume_equal(one.batch, other.batch)
+    if one.sizes != other.sizes:
+        return False
+    return None not in one.sizes or folder.evaluate.sizes.assume_equal(one.batch, other.batch)
 
 
 def _last_dimension(folder: WindowGraph, node: Node) -> bool:
@@ -126,6 +126,9 @@ def _repeat(folder: WindowGraph, node: Node) -> bool:
     if node.op == "Tile":
         times = folder.evaluate.ints(node.inputs[1])
     else:
+        numbers = folder.evaluate.sizes
+        if have[0] is None and not numbers.provably_equal(numbers.of(node.inputs[0]), numbers.of(node.out())):
+            return False  # The batch may be repeated.
         times = tuple(1 if old == new else new or 0 for old, new in zip(have, want, strict=True))
     if times is None or times[windows.dim] != 1:
         return False
@@ -145,6 +148,12 @@ def _product(folder: WindowGraph, node: Node) -> bool:
     (letter, *others) = {text[other.dim] for other, text in known}
     if others or not all(_same_sizes(folder, other, windows) for other, _ in known):
         return False
+    sizes: dict[str, set[int | None]] = {}
+    for tensor, text in zip(node.inputs, labels, strict=True):
+        for label, size in zip(text, tensor.shape or (), strict=True):
+            sizes.setdefault(label, set()).add(size)
+    if any(1 in found and len(found) > 1 for found in sizes.values()):
+        return False  # TensorFlow broadcasts dimensions of an ellipsis only.
     free = (new for new in string.ascii_letters if new not in "".join([*labels, out]))
     new = "".join(next(free) for _ in range(windows.joined))
     operands = []
@@ -241,9 +250,11 @@ def _slice(folder: WindowGraph, node: Node) -> bool:
         return False
     slices = cuts(node, shape, bounds)  # type: ignore[arg-type]
     place = windows.dim if position == 0 else next((c.dim for c in slices if c.out == windows.dim), None)
-    (whole, *_) = [cut for cut in slices if cut.dim == place]
+    if place is None or any(cut.stride < 1 for cut in slices):
+        return False
+    whole = next(cut for cut in slices if cut.dim == place)
     out = node.out() if position == 0 else node.inputs[4]
-    if place is None or whole.out is None or not _is_full(whole, shape) or any(cut.stride < 1 for cut in slices):
+    if whole.out is None or not _is_full(whole, shape):
         return False
     entries: list[tuple[int, int, int]] = []
     masks = dict.fromkeys(("begin_mask", "end_mask", "ellipsis_mask", "new_axis_mask", "shrink_axis_mask"), 0)
@@ -254,12 +265,13 @@ def _slice(folder: WindowGraph, node: Node) -> bool:
             masks["shrink_axis_mask"] |= bit * (cut.dim is not None and cut.out is None)
             masks["begin_mask"] |= bit * _is_full(cut, shape)
             masks["end_mask"] |= bit * _is_full(cut, shape)
-            entries.append((cut.begin, cut.begin + (cut.size or 1) * cut.stride, cut.stride))
+            size = 1 if cut.size is None else cut.size
+            entries.append((cut.begin, cut.begin + size * cut.stride, cut.stride))
     operands = [folder.ints(node, tuple(entry), node.inputs[1].dtype) for entry in zip(*entries, strict=True)]
     attrs = dict(node.attrs) | {key: tf.compat.v1.AttrValue(i=value) for key, value in masks.items()}
     if position:
         full = _sizes_after(windows, node.out(), place)
-        sizes = folder.sizes(node, windows.image, full, node.inputs[0].dtype)
+        sizes = folder.add_shape(node, windows.image, full, node.inputs[0].dtype)
         image = folder.add(node, node.op, [sizes, *operands, windows.image], attrs, full)
         folder.record(node, image, place, windows)
     else:
@@ -300,7 +312,7 @@ def _shape(folder: WindowGraph, node: Node) -> bool:
     if windows is None or None in shape[1:]:
         return False
     factor = 1 if windows.dim else math.prod(size or 1 for size in windows.sizes[1:])
-    folder.replace(node, folder.sizes(node, windows.image, shape, node.outputs[0][0], factor), windows)
+    folder.replace(node, folder.add_shape(node, windows.image, shape, node.outputs[0][0], factor), windows)
     return True
 
 
@@ -310,32 +322,32 @@ def _reshape(folder: WindowGraph, node: Node) -> bool:
     if windows is None:
         return False
     image, shape = windows.image, out.shape or ()
-    if None in shape[1:]:
-        return False
     have, want = list(image.shape or ()), list(shape)
+    if None in want[1:] or 0 in (*have, *want):
+        return False
     if have[0] in (None, 1) and want:  # Otherwise a batch of one image would look like no dimension.
-        have[0] = _UNKNOWN
+        have[0] = BATCH_STAND_IN
         if want[0] is None:
             want[0], rest = divmod(math.prod(have), math.prod(want[1:]))  # type: ignore[arg-type]
             if rest:
                 return False
         else:
-            want[0] *= _UNKNOWN
+            want[0] *= BATCH_STAND_IN
     matching = groups(have, want)  # type: ignore[arg-type]
     if matching is None:
         return False
     run = set(range(windows.dim, windows.dim + windows.joined))
     joined = [(ins, outs[0]) for ins, outs in matching if len(ins) > 1 and len(outs) == 1 and run.intersection(ins)]
     if not joined:
-        sizes = folder.reshaped(node, image, shape)
-        folder.replace(node, sizes, windows)
+        folder.replace(node, folder.reshaped(node, image, shape), windows)
         return True
     (ins, dim), *others = joined
-    if others or ins != list(range(ins[0], ins[-1] + 1)):
+    gaps = set(range(ins[0], ins[-1] + 1)).difference(ins)
+    if others or any(have[gap] != 1 for gap in gaps):
         return False
     sizes_of_run = (image.shape or ())[ins[0] : ins[-1] + 1]
     new = folder.reshaped(node, image, (*shape[:dim], *sizes_of_run, *shape[dim + 1 :]))
-    folder.record(node, new, dim, dataclasses.replace(windows, joined=len(ins)))
+    folder.record(node, new, dim, dataclasses.replace(windows, joined=len(sizes_of_run)))
     return True
 
 

@@ -6,8 +6,8 @@ between such a reshape and the one that undoes it to ops on images of windows, `
 windows, pixels of a window, channels)`, from which tiles can be cut. Heads that are joined with the batch, or with the
 tokens as in attention with groups of heads, are separated in the same way.
 
-An op that is not rewritten leaves all windows that it is connected with as they were: a convolution of frames, for
-example, which are joined with the batch as well.
+A region that contains an op without a handler stays as it is, such as the frames of a convolution. They are joined with
+the batch, too.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ class _WindowFolder(WindowGraph):
     def _begin(self, node: Node) -> None:
         """Record the windows that a reshape makes of images, by joining the batch with other dimensions, or heads."""
         source, out = node.inputs[0], node.out()
-        if not source.shape or not out.shape or len(out.shape) < 3 or None in (*source.shape[1:], *out.shape[1:]):
+        if not source.shape or not out.shape or len(out.shape) < 3:
+            return
+        if not {None, 0}.isdisjoint((*source.shape[1:], *out.shape[1:])):
             return
         joined = _joined_dims(source.shape[1:], out.shape[1:])  # type: ignore[arg-type]
         # A product reads heads joined with tokens, (batch, key heads, heads * tokens, size). Others stay joined.

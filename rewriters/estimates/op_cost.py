@@ -296,12 +296,12 @@ class CostModel:
     def _kernel_seconds(self, node: Node, work: _Work, fraction: float) -> float:
         """Return the seconds of one call without those to start it."""
         rates = self.rates
-        seconds = fraction * work.image_bytes / _rate(rates.touched, node.op)
+        seconds = fraction * work.image_bytes / _rate(rates.touched, node.kernel)
         first_touch = sum_in_order(self._first_touch(fraction * size) for size in work.result_bytes)
         if not work.flops:
-            return seconds + work.other_bytes / _rate(rates.touched, node.op) + first_touch
+            return seconds + work.other_bytes / _rate(rates.touched, node.kernel) + first_touch
         slowdown = rates.float64_slowdown if node.outputs[0][0].name == "float64" else 1.0
-        seconds += slowdown * fraction * work.flops / _rate(rates.flops, node.op) + work.other_bytes / rates.weights
+        seconds += slowdown * fraction * work.flops / _rate(rates.flops, node.kernel) + work.other_bytes / rates.weights
         if work.call is not None:
             seconds += self._windows(node, work.call)
         return seconds + first_touch

@@ -102,11 +102,13 @@ class StaticEvaluator:
 
     def _multiplied(self, node: Node, index: int, operands: list[Any]) -> Value:
         """Return a product; that of a single symbol and a number is a multiple of the symbol."""
-        (a, *more), (b, *others) = map(_vector, operands)
-        size, factor = (a, b) if isinstance(a, SymbolicDim) else (b, a)
-        if more or others or not isinstance(size, SymbolicDim):
+        vectors = [_vector(value) for value in operands]
+        numbers = [vector[0] for vector in vectors if len(vector) == 1]
+        symbols = [number for number in numbers if isinstance(number, SymbolicDim)]
+        factors = [number for number in numbers if isinstance(number, int) and number > 0]
+        if len(symbols) != 1 or len(factors) != 1:
             return _HANDLERS["Mul"](node, index, operands)
-        multiple = self.sizes.multiple(size, _as_int(factor))
+        multiple = self.sizes.multiple(symbols[0], factors[0])
         return (multiple,) if any(isinstance(value, tuple) for value in operands) else multiple
 
     def _summed_axes(self, _node: Node, index: int, operands: list[Any]) -> Value:
@@ -296,6 +298,7 @@ _HANDLERS: dict[str, Handler] = {
     "Add": _binary(lambda a, b: a + b),
     "AddV2": _binary(lambda a, b: a + b),
     "Sub": _binary(lambda a, b: a - b),
+    "Neg": lambda node, index, v: _HANDLERS["Mul"](node, index, [v[0], -1]),
     "Mul": _binary(lambda a, b: a * b),
     "FloorDiv": _binary(lambda a, b: a // b),
     "FloorMod": _binary(lambda a, b: a % b),

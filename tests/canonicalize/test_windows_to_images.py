@@ -51,6 +51,7 @@ def masked(x):
 
 MASK = constant(WINDOWS, PIXELS, CHANNELS)
 VECTOR, TABLE, MATRIX = constant(CHANNELS), constant(1, PIXELS, CHANNELS), constant(CHANNELS, 4)
+MATRICES = constant(1, CHANNELS, 4)
 KERNEL = constant(3, CHANNELS, 4)
 
 FOLDED = {
@@ -77,6 +78,7 @@ FOLDED = {
     "a softmax of many dimensions": lambda x: tf.reshape(
         tf.nn.softmax(tf.reshape(x, [-1, 2, 2, 3, 2, 3])), [-1, PIXELS, CHANNELS]
     ),
+    "an empty part": lambda x: tf.concat([x[:, 3:3], x], 1),
 }
 
 UNKNOWN_AFTER = {"a stack before the windows", "repeated channels", "a maximum without its dimension"}
@@ -87,6 +89,8 @@ KEPT = {
     "a sum along windows": lambda x: tf.cumsum(x, 0),
     "other windows first": lambda x: tf.reverse(x, [0]),
     "half of the windows": lambda x: tf.concat([x[1:], x[:1]], 0),
+    "a broadcast of matrices": lambda x: tf.einsum("...ij,...jk->...ik", x, MATRICES),
+    "nine dimensions": lambda x: tf.reshape(tf.reshape(x, [-1, 2, 2, 3, 1, 2, 3, 1])[..., 0], [-1, PIXELS, CHANNELS]),
     "windows with other windows": lambda x: tf.tensordot(tf.einsum("wpc,vpc->wv", x, x), x, 1),
 }
 
@@ -173,4 +177,40 @@ def test_ops_wait_for_ops_on_images():
     x = images()
     new, nodes = canonical(function, x)
     assert not windows_in(nodes) and any(node.op == "Square" and node.control_inputs for node in nodes)
+    assert error(new(x), function(x)) < TOLERANCE
+
+
+def test_broadcast_to_an_unknown_batch_repeats_the_batch():
+    def function(x, y):
+        product = tf.einsum("bti,ij->btj", tf.reshape(x[:1], [-1, 8 * 15, CHANNELS]), MATRIX)
+        return tf.reduce_sum(tf.broadcast_to(product, [tf.shape(y)[0], 8 * 15, 4]), [1, 2])
+
+    x, y = images(), tf.concat([images(), images()], 0)
+    new, _ = canonical(function, x, y, known=False)
+    assert error(new(x, y), function(x, y)) < TOLERANCE
+
+
+def test_batches_that_no_op_combines_may_differ():
+    def function(x, y):
+        return tf.reduce_sum(partitioned(x) * 2.0, 0) * tf.reduce_sum(partitioned(y) * 3.0, 0)
+
+    x, y = images(), tf.concat([images(), images()], 0)
+    new, _ = canonical(function, x, y, known=False)
+    assert error(new(x, y), function(x, y)) < TOLERANCE
+
+
+def test_one_row_of_windows_with_several_heads_is_folded():
+    def function(x):
+        windows = tf.reshape(
+            tf.transpose(tf.reshape(x, [-1, 1, 8, 5, 3, CHANNELS]), [0, 1, 3, 2, 4, 5]), [-1, 24, 2, 3]
+        )
+        heads = tf.transpose(windows, [0, 2, 1, 3])
+        y = tf.matmul(tf.nn.softmax(tf.matmul(heads, heads, transpose_b=True)), heads)
+        y = tf.reshape(tf.transpose(y, [0, 2, 1, 3]), [-1, 1, 5, 8, 3, CHANNELS])
+        return tf.reshape(tf.transpose(y, [0, 1, 3, 2, 4, 5]), [-1, 8, 15, CHANNELS])
+
+    x = images()
+    new, nodes = canonical(function, x)
+    (softmax,) = (node for node in nodes if "Softmax" in (node.op, node.kernel))
+    assert softmax.out().shape[0] == BATCH
     assert error(new(x), function(x)) < TOLERANCE

@@ -281,9 +281,10 @@ def _windows(d: Drawing, x: str) -> str | None:
     image = (
         f"keras.ops.reshape(keras.ops.transpose({image}, (0, 1, 3, 2, 4, 5)), (-1, {sizes[0]}, {sizes[1]}, {channels}))"
     )
-    shifted = f"keras.ops.roll({x}, -1, 1)" if shift else x
+    back, forth = d.choice(("1, 1", "-1, 1"), ("(1, 1), (1, 2)", "(-1, -1), (1, 2)")) if shift else ("", "")
+    shifted = f"keras.ops.roll({x}, {forth})" if shift else x
     made = f"(lambda x: {image})((lambda x: {attention}(x, x))((lambda x: {windows})({shifted})))"
-    return f"{x} + keras.ops.roll({made}, 1, 1)" if shift else f"{x} + {made}"
+    return f"{x} + keras.ops.roll({made}, {back})" if shift else f"{x} + {made}"
 
 
 def _sliced(d: Drawing, x: str) -> str:

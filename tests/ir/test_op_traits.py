@@ -34,6 +34,7 @@ WITHOUT_THE_TRAIT = {
     "Softmax": "combines entries along the channels",
     "SoftmaxCrossEntropyWithLogits": "reduces over the channels",
     "SparseSoftmaxCrossEntropyWithLogits": "reduces over the channels",
+    "InTopKV2": "reduces over the channels",
     "ZerosLike": "reads the shape of its operand alone",
 }
 """Op types with a rule derived from `Pointwise` that are not elementwise, and why."""

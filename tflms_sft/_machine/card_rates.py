@@ -14,7 +14,7 @@ __all__: list[str] = []
 TENSOR_CORE_FRACTION, FLOAT32_FRACTION = 0.4, 0.6
 """Fractions of the data sheet's operations/s that convolutions reach with tensor cores, and without.
 
-Those without were measured in float32 and are assumed for float64.
+Those without were measured in float32 and are assumed for float64, whose tensor cores are not counted.
 """
 
 MEMORY_FRACTION = 0.7

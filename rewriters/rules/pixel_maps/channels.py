@@ -110,11 +110,15 @@ def require_moved(op: OpView, image: Tensor, out: Tensor, moves: Mapping[int, in
 
 def dims_of(op: OpView, position: int, rank: int) -> set[int]:
     """Return the dimensions in an operand, counted from the front."""
-    value = op.evaluate(op.node.inputs[position])
-    dims = value if isinstance(value, tuple) else (value,)
+    dims = vector_of(op.evaluate(op.node.inputs[position]))
     if not all(isinstance(dim, int) for dim in dims):
         raise NotTileableError(f"operand {position} (`{op.node.inputs[position].name}`) is computed at run time")
-    return {int(dim) % rank for dim in dims}  # type: ignore[arg-type]
+    return {int(dim) % rank for dim in dims}
+
+
+def vector_of(value: Any) -> tuple[Any, ...]:
+    """Return a value as a vector; a number is a vector of one entry."""
+    return value if isinstance(value, tuple) else (value,)
 
 
 def without(dims: set[int], rank: int) -> dict[int, int]:
@@ -176,15 +180,26 @@ class Roll(AlongChannels):
     def result_kind_gathered(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """Return `FULL` for shifted rows, too."""
         image, out = op.node.inputs[0], op.node.out()
-        if not self.read_whole(op):
-            return self.result_kind(op, kinds)
         if 0 in self.dims(op):
             raise NotTileableError("a roll along the batch")
+        if not self.read_whole(op):
+            return self.result_kind(op, kinds)
         require_moved(op, image, out, self.moves(op))
         if kinds[0] is not TileKind.FULL:
             raise NotTileableError("a roll of a tensor that is the same for all tiles")
-        op.ints(1)
+        self._shifts(op)
         return TileKind.FULL
+
+    def _shifts(self, op: OpView) -> list[int]:
+        """Return the shift along each dimension."""
+        rank = rank_of(op.node.out())
+        shifts = [0] * rank
+        values, places = (vector_of(op.evaluate(operand)) for operand in op.node.inputs[1:])
+        if not all(isinstance(number, int) for number in (*values, *places)):
+            raise NotTileableError("a roll whose shift is computed at run time")
+        for shift, place in zip(values, places, strict=True):
+            shifts[int(place) % rank] += int(shift)
+        return shifts
 
     def operand_rows_for_result(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
         """Require rows `out`, or all rows if rows are shifted."""
@@ -197,10 +212,7 @@ class Roll(AlongChannels):
         """Gather the rows of the tile from where they were before the shift."""
         if not self.read_whole(op):
             return emitter.clone(op.node, operands)
-        (result, *_), out = operands, op.node.out()
-        shifts = [0] * rank_of(out)
-        for shift, place in zip(op.ints(1), op.ints(2), strict=True):
-            shifts[place] += shift
+        (result, *_), out, shifts = operands, op.node.out(), self._shifts(op)
         for axis, dim in enumerate(op.layout(out).dims):
             if dim is not None:
                 rows = (np.arange(op.extent(out, axis)) - shifts[dim]) % op.extent(out, axis)
