@@ -14,8 +14,8 @@ from test_rewrite import (
     gradients,
     net,
     plain_body,
-    rolled_body,
     segments,
+    summed_body,
     training,
 )
 
@@ -106,9 +106,9 @@ def test_segment_spec_between_branches_is_refused():
 
 
 def test_segment_spec_untileable_op_is_named_with_layer():
-    with pytest.raises(SegmentError, match="entry='photo', exit='pool' cannot be tiled: .*`.*rolled") as error:
-        tflms_sft.rewrite(gradients(net(rolled_body)), segments(SegmentSpec("photo", "pool")), *BATCH)
-    assert "layer 'rolled', Rolled" in str(error.value)
+    with pytest.raises(SegmentError, match="entry='photo', exit='pool' cannot be tiled: .*`.*summed") as error:
+        tflms_sft.rewrite(gradients(net(summed_body)), segments(SegmentSpec("photo", "pool")), *BATCH)
+    assert "layer 'summed', Summed" in str(error.value)
 
 
 def test_segment_spec_exit_without_axes_is_refused():

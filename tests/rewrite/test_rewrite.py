@@ -33,16 +33,16 @@ def plain_body(x):
     return layers.MaxPool2D(2, name="pool")(x)
 
 
-class Rolled(layers.Layer):
+class Summed(layers.Layer):
     """A layer that no rule tiles."""
 
     def call(self, x):
-        return keras.ops.roll(x, 1, axis=1)
+        return keras.ops.cumsum(x, axis=1)
 
 
-def rolled_body(x):
+def summed_body(x):
     x = layers.Conv2D(4, 3, padding="same", name="one")(x)
-    x = Rolled(name="rolled")(x)
+    x = Summed(name="summed")(x)
     return layers.MaxPool2D(2, name="pool")(x)
 
 
@@ -410,15 +410,15 @@ def test_auto_params_headroom_stays_free(headroom):
 
 
 def test_budget_error_names_untileable_layers():
-    with pytest.raises(BudgetError, match=r"Not tiled: layer 'rolled' \(Rolled\): .*a roll along an axis"):
-        tflms_sft.rewrite(gradients(net(rolled_body)), AutoParams("1kB"), *BATCH)
+    with pytest.raises(BudgetError, match=r"Not tiled: layer .summed. \(Summed\): .*a cumulative sum or product"):
+        tflms_sft.rewrite(gradients(net(summed_body)), AutoParams("1kB"), *BATCH)
 
 
-def test_rewrite_roll_along_axis_is_not_rewritten():
-    plan = tflms_sft.rewrite(gradients(net(rolled_body)), TILES, *BATCH).plan
+def test_rewrite_cumulative_sum_along_axis_is_not_rewritten():
+    plan = tflms_sft.rewrite(gradients(net(summed_body)), TILES, *BATCH).plan
     reasons = dict(plan.left_alone)
-    assert "needs rows from both ends" in reasons["layer 'rolled' (Rolled)"]
-    assert "layer 'rolled' (Rolled)" in plan.summary()
+    assert "needs all rows before each row" in reasons["layer 'summed' (Summed)"]
+    assert "layer 'summed' (Summed)" in plan.summary()
 
 
 def three_steps(step, function, start, batches):
