@@ -66,6 +66,15 @@ def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
     return parse
 
 
+def new_parser(example: str, description: str | None) -> argparse.ArgumentParser:
+    """Returns the parser of an example; its description is printed as it is written."""
+    return argparse.ArgumentParser(
+        prog=f"python -m examples.{example}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
 def add_options(parser: argparse.ArgumentParser, *, batch_size: int, epochs: int, steps: int | None) -> None:
     """Adds the options that all examples have.
 

@@ -95,11 +95,7 @@ def cut_passages(text: np.ndarray, options: argparse.Namespace) -> tf.data.Datas
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.long_text",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = _training.new_parser("long_text", __doc__)
     add = parser.add_argument_group("text").add_argument
     add("--text", type=Path, metavar="FILE", help="any text (default: the reference of the Python language)")
     add("--length", type=_training.whole_number(2), default=1024, metavar="N", help="bytes (default: %(default)s)")

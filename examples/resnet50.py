@@ -131,11 +131,7 @@ def train(folder: Path, options: argparse.Namespace) -> None:
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.resnet50",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = _training.new_parser("resnet50", __doc__)
     add = parser.add_argument_group("pictures").add_argument
     add("--images", type=Path, metavar="DIR", help="one subfolder per class (default: crops of photographs)")
     size = _training.whole_number(SMALLEST_IMAGE)

@@ -18,7 +18,6 @@ from examples import _training, unet3d
 if TYPE_CHECKING:
     import keras
 
-LEARNING_RATE = 1e-3
 WIDTH, HEADS, LEVELS = 16, 2, 2
 PATCH, WINDOW = 2, 4
 STRIDE = PATCH * WINDOW * 2 ** (LEVELS - 1)
@@ -27,7 +26,7 @@ MASKED = -100.0  # what is added to the scores of pairs of tokens that a shift b
 
 def build_model(edge: int, classes: int) -> keras.Model:
     """Returns the network with Dice loss, compiled."""
-    from keras import Input, Model, layers, losses, optimizers
+    from keras import Input, Model, layers
 
     scan = Input((edge, edge, edge, 1), name="scan")
     x = layers.Conv3D(WIDTH, PATCH, PATCH, name="patches")(scan)
@@ -42,14 +41,8 @@ def build_model(edge: int, classes: int) -> keras.Model:
         x = block(layers.Dense(skip.shape[-1])(layers.Concatenate()([skip, x])), shift=0)
     x = layers.Conv3DTranspose(WIDTH, PATCH, PATCH, activation="gelu")(x)
     x = layers.Conv3D(WIDTH, 3, padding="same", activation="gelu")(layers.Concatenate()([scan, x]))
-    model = Model(scan, layers.Conv3D(classes, 1, activation="softmax", name="classes")(x), name="swin_unet3d")
-    model.compile(
-        optimizers.Adam(LEARNING_RATE),
-        losses.Dice(axis=(1, 2, 3)),  # for each cube and class, so that small classes weigh as much as large ones
-        # XLA would fuse the plain step's operations, which changes roundings; rewritten steps run without it.
-        jit_compile=False,
-    )
-    return model
+    scores = layers.Conv3D(classes, 1, activation="softmax", name="classes")(x)
+    return unet3d.compiled(Model(scan, scores, name="swin_unet3d"))
 
 
 def block(x: Any, shift: int) -> Any:

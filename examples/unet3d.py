@@ -45,7 +45,7 @@ PHANTOM_NOISE = 0.5  # deviation; ellipsoids differ by 1
 
 def build_model(edge: int, classes: int) -> keras.Model:
     """Returns a 3-D U-Net with Dice loss, compiled."""
-    from keras import Input, Model, layers, losses, optimizers
+    from keras import Input, Model, layers
 
     x = scan = Input((edge, edge, edge, 1), name="scan")
     skips = []
@@ -57,7 +57,13 @@ def build_model(edge: int, classes: int) -> keras.Model:
     for filters, skip in zip(FILTERS[-2::-1], reversed(skips), strict=True):
         x = layers.Conv3DTranspose(filters, 2, strides=2)(x)
         x = _convolutions(layers.Concatenate()([skip, x]), filters)
-    model = Model(scan, layers.Conv3D(classes, 1, activation="softmax", name="classes")(x), name="unet3d")
+    return compiled(Model(scan, layers.Conv3D(classes, 1, activation="softmax", name="classes")(x), name="unet3d"))
+
+
+def compiled(model: keras.Model) -> keras.Model:
+    """Compiles a network that returns the probabilities of classes, and returns it."""
+    from keras import losses, optimizers
+
     model.compile(
         optimizers.Adam(LEARNING_RATE),
         losses.Dice(axis=(1, 2, 3)),  # for each cube and class, so that small classes weigh as much as large ones
@@ -208,11 +214,7 @@ def parse_arguments(
     arguments: Sequence[str] | None, program: str = "unet3d", description: str | None = __doc__, stride: int = STRIDE
 ) -> argparse.Namespace:
     """Parses the command line of an example."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m examples.{program}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = _training.new_parser(program, description)
     add = parser.add_argument_group("volume").add_argument
     add("--volume", type=Path, metavar="FILE", help="the scan, such as scan.nii.gz (default: a phantom)")
     add("--labels", type=Path, metavar="FILE", help="its segmentation: whole numbers, of the same shape")

@@ -124,11 +124,7 @@ def cut_tiles(section: np.ndarray, stain: np.ndarray, options: argparse.Namespac
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.vit_pathology",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = _training.new_parser("vit_pathology", __doc__)
     add = parser.add_argument_group("section").add_argument
     positive = _training.whole_number(1)
     add("--image", type=Path, metavar="FILE", help="photograph of a section (default: that of a colon)")

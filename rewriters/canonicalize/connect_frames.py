@@ -117,11 +117,10 @@ class _FrameConnector:
         order = self._order(sequence.node)
         if order is None or order[0] == 0:
             return ()
-        gone = order[dim]
-        rest = [old for place, old in enumerate(order) if place != dim]
-        source, shape = self._operand(sequence.node), sequence.node.inputs[0].shape or ()
-        one = self._sliced(node, source, gone, index, tuple(size for old, size in enumerate(shape) if old != gone))
-        return [self._transposed(node, one, tuple(old - (old > gone) for old in rest))]
+        sliced_dim, shape = order[dim], sequence.node.inputs[0].shape or ()
+        frame_shape = tuple(size for other, size in enumerate(shape) if other != sliced_dim)
+        frame = self._sliced(node, self._operand(sequence.node), sliced_dim, index, frame_shape)
+        return [self._transposed(node, frame, _order_without(order, sliced_dim))]
 
     def _order(self, node: Node) -> tuple[int, ...] | None:
         """Return the order of a transposition; `None` for another op, or if it is unknown."""
@@ -161,8 +160,7 @@ class _FrameConnector:
         if not _keeps_order_beside(order, dim):
             if order[0] == 0:
                 return ()
-            rest = tuple(old - (old > stacked) for old in order if old != stacked)
-            frames = [self._transposed(node, frame, rest) for frame in frames]
+            frames = [self._transposed(node, frame, _order_without(order, stacked)) for frame in frames]
         attrs = dict(stack.attrs) | {"axis": tf.compat.v1.AttrValue(i=dim)}
         return [self.graph.add_beside(node, "Pack", frames, attrs, node.outputs).out()]
 
@@ -254,3 +252,8 @@ def _keeps_order_beside(order: Sequence[int], dim: int) -> bool:
     """Return whether a transposition moves one dimension, to `dim`, and keeps the others in order."""
     others = [source for place, source in enumerate(order) if place != dim]
     return others == sorted(others)
+
+
+def _order_without(order: Sequence[int], dim: int) -> tuple[int, ...]:
+    """Return the order in which a transposition leaves all dimensions but one."""
+    return tuple(other - (other > dim) for other in order if other != dim)

@@ -28,12 +28,12 @@ class Region:
 
     @property
     def root(self) -> Region:
-        """The region that this one has become a part of."""
+        """Return the region that this one has become a part of."""
         return self if self._parent is None else self._parent.root
 
     @property
     def failed(self) -> bool:
-        """Whether some op on the windows was not rewritten."""
+        """Return whether some op on the windows was not rewritten."""
         return self.root._failed
 
     def fail(self) -> None:
@@ -67,7 +67,7 @@ class Windows:
 
     @property
     def sizes(self) -> tuple[int | None, ...]:
-        """Sizes of the joined dimensions; `None` for an unknown batch size."""
+        """Return the sizes of the joined dimensions; `None` for an unknown batch size."""
         return tuple(self.image.shape or ())[self.dim : self.dim + self.joined]
 
     def dims(self, dim: int) -> list[int]:
@@ -153,9 +153,9 @@ class WindowGraph:
         attrs = {"T": type_attr(dtype), "Index": type_attr(tf.int32)}
         batch = added("Slice", [sizes, self.ints(near, (0,)), self.ints(near, (1,))], attrs, 1)
         batch = added("Mul", [batch, self.ints(near, (factor,), dtype)], {"T": type_attr(dtype)}, 1)
-        rest = self.ints(near, tuple(size or 0 for size in shape[1:]), dtype)
+        other_sizes = self.ints(near, tuple(size or 0 for size in shape[1:]), dtype)
         attrs = {"T": type_attr(dtype), "Tidx": type_attr(tf.int32), "N": tf.compat.v1.AttrValue(i=2)}
-        return added("ConcatV2", [batch, rest, self.ints(near, 0)], attrs, len(shape))
+        return added("ConcatV2", [batch, other_sizes, self.ints(near, 0)], attrs, len(shape))
 
     def split(self, near: Node, tensor: Tensor, dim: int, windows: Windows) -> Tensor | None:
         """Return a tensor with a dimension split as that of some windows, or one of size 1 repeated.
@@ -175,10 +175,10 @@ class WindowGraph:
         size = (tensor.shape or ())[dim]
         if None not in windows.sizes or size is not None:
             return size == math.prod(number or 0 for number in windows.sizes)
-        known = self.evaluate.sizes
-        number = known.multiple(windows.batch, math.prod(number or 1 for number in windows.sizes))
-        return dim == 0 and known.assume_equal(known.of(tensor), number)
+        leading_sizes = self.evaluate.sizes
+        multiple = leading_sizes.multiple(windows.batch, math.prod(number or 1 for number in windows.sizes))
+        return dim == 0 and leading_sizes.assume_equal(leading_sizes.of(tensor), multiple)
 
-    def single(self, node: Node, position: int = 0) -> Windows | None:
+    def windows_of(self, node: Node, position: int = 0) -> Windows | None:
         """Return the image of an operand; `None` if the operand has no dimension of windows."""
         return self.windows.get(node.inputs[position])

@@ -39,10 +39,10 @@ def _elementwise(folder: WindowGraph, node: Node) -> bool:
     out = node.out()
     rank = len(out.shape or ())
     offsets = [rank - len(tensor.shape or ()) for tensor in node.inputs]
-    known = [(folder.windows[t], offset) for t, offset in zip(node.inputs, offsets, strict=True) if t in folder.windows]
-    first, offset = known[0]
+    pairs = [(folder.windows[t], offset) for t, offset in zip(node.inputs, offsets, strict=True) if t in folder.windows]
+    first, offset = pairs[0]
     dim = first.dim + offset
-    if any(other.dim + o != dim or not _same_sizes(folder, other, first) for other, o in known[1:]):
+    if any(other.dim + o != dim or not _same_sizes(folder, other, first) for other, o in pairs[1:]):
         return False
     operands = []
     for tensor, offset in zip(node.inputs, offsets, strict=True):
@@ -68,7 +68,7 @@ def _same_sizes(folder: WindowGraph, one: Windows, other: Windows) -> bool:
 
 def _last_dimension(folder: WindowGraph, node: Node) -> bool:
     """Rewrite an op over the last dimension: a softmax, or a bias."""
-    windows = folder.single(node)
+    windows = folder.windows_of(node)
     if windows is None or any(tensor in folder.windows for tensor in node.inputs[1:]):
         return False
     channels_first = "data_format" in node.attrs and node.attrs["data_format"].s != b"NHWC"
@@ -89,7 +89,7 @@ def _last_dimension(folder: WindowGraph, node: Node) -> bool:
 
 def _reduction(folder: WindowGraph, node: Node) -> bool:
     """Rewrite a reduction."""
-    windows, axes = folder.single(node), folder.evaluate.reduction_axes(node)
+    windows, axes = folder.windows_of(node), folder.evaluate.reduction_axes(node)
     if windows is None or axes is None:
         return False
     keeps = node.attrs["keep_dims"].b
@@ -108,26 +108,27 @@ def _reduction(folder: WindowGraph, node: Node) -> bool:
 
 def _transpose(folder: WindowGraph, node: Node) -> bool:
     """Rewrite a transposition."""
-    windows, order = folder.single(node), folder.evaluate.ints(node.inputs[1])
+    windows, order = folder.windows_of(node), folder.evaluate.ints(node.inputs[1])
     if windows is None or order is None:
         return False
-    new = tuple(moved for dim in order for moved in windows.dims(dim))
-    operands = [windows.image, folder.ints(node, new, node.inputs[1].dtype)]
-    image = folder.add(node, "Transpose", operands, dict(node.attrs), [(windows.image.shape or ())[dim] for dim in new])
+    image_order = tuple(moved for dim in order for moved in windows.dims(dim))
+    operands = [windows.image, folder.ints(node, image_order, node.inputs[1].dtype)]
+    shape = [(windows.image.shape or ())[dim] for dim in image_order]
+    image = folder.add(node, "Transpose", operands, dict(node.attrs), shape)
     folder.record(node, image, order.index(windows.dim), windows)
     return True
 
 
 def _repeat(folder: WindowGraph, node: Node) -> bool:
     """Rewrite a repetition, or a broadcast, along other dimensions than that of the windows."""
-    windows, have, want = folder.single(node), node.inputs[0].shape or (), node.out().shape or ()
+    windows, have, want = folder.windows_of(node), node.inputs[0].shape or (), node.out().shape or ()
     if windows is None or len(have) != len(want):
         return False
     if node.op == "Tile":
         times = folder.evaluate.ints(node.inputs[1])
     else:
-        numbers = folder.evaluate.sizes
-        if have[0] is None and not numbers.provably_equal(numbers.of(node.inputs[0]), numbers.of(node.out())):
+        sizes = folder.evaluate.sizes
+        if have[0] is None and not sizes.provably_equal(sizes.of(node.inputs[0]), sizes.of(node.out())):
             return False  # The batch may be repeated.
         times = tuple(1 if old == new else new or 0 for old, new in zip(have, want, strict=True))
     if times is None or times[windows.dim] != 1:
@@ -143,19 +144,19 @@ def _repeat(folder: WindowGraph, node: Node) -> bool:
 def _product(folder: WindowGraph, node: Node) -> bool:
     """Rewrite an `Einsum`: the letter of the windows becomes one letter for each joined dimension."""
     *labels, out = einsum_labels(node)
-    known = [(folder.windows[t], text) for t, text in zip(node.inputs, labels, strict=True) if t in folder.windows]
-    windows = known[0][0]
-    (letter, *others) = {text[other.dim] for other, text in known}
-    if others or not all(_same_sizes(folder, other, windows) for other, _ in known):
+    pairs = [(folder.windows[t], text) for t, text in zip(node.inputs, labels, strict=True) if t in folder.windows]
+    windows = pairs[0][0]
+    (letter, *others) = {text[other.dim] for other, text in pairs}
+    if others or not all(_same_sizes(folder, other, windows) for other, _ in pairs):
         return False
     sizes: dict[str, set[int | None]] = {}
     for tensor, text in zip(node.inputs, labels, strict=True):
         for label, size in zip(text, tensor.shape or (), strict=True):
             sizes.setdefault(label, set()).add(size)
-    if any(1 in found and len(found) > 1 for found in sizes.values()):
+    if any(1 in label_sizes and len(label_sizes) > 1 for label_sizes in sizes.values()):
         return False  # TensorFlow broadcasts dimensions of an ellipsis only.
-    free = (new for new in string.ascii_letters if new not in "".join([*labels, out]))
-    new = "".join(next(free) for _ in range(windows.joined))
+    unused = (label for label in string.ascii_letters if label not in "".join([*labels, out]))
+    letters = "".join(next(unused) for _ in range(windows.joined))
     operands = []
     for tensor, text in zip(node.inputs, labels, strict=True):
         operand: Tensor | None = tensor
@@ -166,7 +167,7 @@ def _product(folder: WindowGraph, node: Node) -> bool:
         if operand is None:
             return False
         operands.append(operand)
-    equation = ",".join(text.replace(letter, new) for text in labels) + "->" + out.replace(letter, new)
+    equation = ",".join(text.replace(letter, letters) for text in labels) + "->" + out.replace(letter, letters)
     attrs = dict(node.attrs) | {"equation": tf.compat.v1.AttrValue(s=equation.encode())}
     if letter in out:
         dim = out.index(letter)
@@ -195,18 +196,18 @@ def _stack(folder: WindowGraph, node: Node) -> bool:
     """Rewrite a stack of windows, or their concatenation along another dimension."""
     is_stack = node.op == "Pack"
     parts = node.inputs if is_stack else node.inputs[:-1]
-    known = [folder.windows[tensor] for tensor in parts if tensor in folder.windows]
+    stacked = [folder.windows[tensor] for tensor in parts if tensor in folder.windows]
     axis = node.attrs["axis"].i if is_stack else folder.evaluate(node.inputs[-1])
-    if len(known) != len(parts) or not isinstance(axis, int):
+    if len(stacked) != len(parts) or not isinstance(axis, int):
         return False
-    windows, axis = known[0], axis % len(node.out().shape or ())
-    if any(other.dim != windows.dim or not _same_sizes(folder, other, windows) for other in known):
+    windows, axis = stacked[0], axis % len(node.out().shape or ())
+    if any(other.dim != windows.dim or not _same_sizes(folder, other, windows) for other in stacked):
         return False
     if not is_stack and axis == windows.dim:
         return False
     dim = windows.dim + (is_stack and axis <= windows.dim)
     new = axis + windows.joined - 1 if axis > dim else axis
-    operands, attrs = [other.image for other in known], dict(node.attrs)
+    operands, attrs = [other.image for other in stacked], dict(node.attrs)
     if is_stack:
         attrs["axis"] = tf.compat.v1.AttrValue(i=new)
     else:
@@ -219,7 +220,7 @@ def _stack(folder: WindowGraph, node: Node) -> bool:
 def _unstack(folder: WindowGraph, node: Node) -> bool:
     """Rewrite an op with a result for each entry, or for each part, of another dimension."""
     position = 1 if node.op == "Split" else 0
-    windows = folder.single(node, position)
+    windows = folder.windows_of(node, position)
     rank = len(node.inputs[position].shape or ())
     axis = node.attrs["axis"].i if node.op == "Unpack" else folder.evaluate(node.inputs[0 if position else 2])
     if windows is None or not isinstance(axis, int) or axis % rank == windows.dim:
@@ -244,7 +245,7 @@ def _unstack(folder: WindowGraph, node: Node) -> bool:
 def _slice(folder: WindowGraph, node: Node) -> bool:
     """Rewrite a slice along other dimensions than that of the windows, or its gradient."""
     position = 4 if node.op == "StridedSliceGrad" else 0
-    windows, sliced = folder.single(node, position), node.out() if position else node.inputs[0]
+    windows, sliced = folder.windows_of(node, position), node.out() if position else node.inputs[0]
     shape, bounds = sliced.shape or (), [folder.evaluate.ints(tensor) for tensor in node.inputs[1:4]]
     if windows is None or None in bounds:
         return False
@@ -285,16 +286,16 @@ def _is_full(cut: AxisSlice, shape: Sequence[int | None]) -> bool:
     return None not in (cut.dim, cut.out) and (cut.begin, cut.size, cut.stride) == (0, shape[cut.dim], 1)  # type: ignore[index]
 
 
-def _box(folder: WindowGraph, node: Node) -> bool:
+def _slice_of_sizes(folder: WindowGraph, node: Node) -> bool:
     """Rewrite a `Slice` along other dimensions than that of the windows."""
-    windows, known = folder.single(node), folder.evaluate.sizes
+    windows, leading_sizes = folder.windows_of(node), folder.evaluate.sizes
     first, count = folder.evaluate.ints(node.inputs[1]), folder.evaluate(node.inputs[2])
     have, want = node.inputs[0].shape or (), node.out().shape or ()
     if windows is None or first is None or not isinstance(count, tuple):
         return False
     place, joined, dtype = windows.dim, windows.joined, node.inputs[1].dtype
-    full = known.of(node.inputs[0]) if place == 0 else have[place]
-    if first[place] != 0 or (count[place] != -1 and not known.assume_equal(count[place], full)):
+    full = leading_sizes.of(node.inputs[0]) if place == 0 else have[place]
+    if first[place] != 0 or (count[place] != -1 and not leading_sizes.assume_equal(count[place], full)):
         return False
     if None in (*want[:place], *want[place + 1 :]):
         return False
@@ -308,7 +309,7 @@ def _box(folder: WindowGraph, node: Node) -> bool:
 
 def _shape(folder: WindowGraph, node: Node) -> bool:
     """Rewrite a shape: the number of windows is a multiple of the batch size of the image."""
-    windows, shape = folder.single(node), node.inputs[0].shape or ()
+    windows, shape = folder.windows_of(node), node.inputs[0].shape or ()
     if windows is None or None in shape[1:]:
         return False
     factor = 1 if windows.dim else math.prod(size or 1 for size in windows.sizes[1:])
@@ -318,7 +319,7 @@ def _shape(folder: WindowGraph, node: Node) -> bool:
 
 def _reshape(folder: WindowGraph, node: Node) -> bool:
     """Let a reshape read the image; record the image of its result if that is still windows."""
-    windows, out = folder.single(node), node.out()
+    windows, out = folder.windows_of(node), node.out()
     if windows is None:
         return False
     image, shape = windows.image, out.shape or ()
@@ -328,8 +329,8 @@ def _reshape(folder: WindowGraph, node: Node) -> bool:
     if have[0] in (None, 1) and want:  # Otherwise a batch of one image would look like no dimension.
         have[0] = BATCH_STAND_IN
         if want[0] is None:
-            want[0], rest = divmod(math.prod(have), math.prod(want[1:]))  # type: ignore[arg-type]
-            if rest:
+            want[0], remainder = divmod(math.prod(have), math.prod(want[1:]))  # type: ignore[arg-type]
+            if remainder:
                 return False
         else:
             want[0] *= BATCH_STAND_IN
@@ -363,7 +364,7 @@ HANDLERS: dict[str, _Handler] = {
     "BatchMatMulV2": _matrix_product,
     "Einsum": _product,
     "Shape": _shape,
-    "Slice": _box,
+    "Slice": _slice_of_sizes,
     **dict.fromkeys(("StridedSlice", "StridedSliceGrad"), _slice),
     "Transpose": _transpose,
 }

@@ -94,8 +94,8 @@ class _WindowFolder(WindowGraph):
             return
         entries = math.prod(out.shape[1:])  # type: ignore[arg-type]
         for last in range(1, len(source.shape)):
-            run, rest = source.shape[1 : last + 1], source.shape[last + 1 :]
-            if math.prod(rest) == entries and math.prod(run) > 1:  # type: ignore[arg-type]
+            run, window = source.shape[1 : last + 1], source.shape[last + 1 :]
+            if math.prod(window) == entries and math.prod(run) > 1:  # type: ignore[arg-type]
                 image = self.reshaped(node, source, (source.shape[0], *run, *out.shape[1:]))
                 self._begin_with(node, image, 0, last + 1)
                 return

@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from equivalence import TOLERANCE, error, model_step
+from equivalence import TOLERANCE, error, noise_step
 from keras import layers, ops
 
 import tflms_sft
@@ -178,21 +178,7 @@ NETS = {
 def net_step(name, known_batch=True):
     """Return three training steps of a network, with a class or a number for each output."""
     keras.utils.set_random_seed(0)
-    model = NETS[name]()
-    random = np.random.default_rng(0)
-    shape = model.output.shape[1:]
-    batches = []
-    for _ in range(STEPS):
-        shapes = [(BATCH, *tensor.shape[1:]) for tensor in model.inputs]
-        inputs = [
-            random.integers(CLASSES, size=shape).astype("int32") if kind == "int32" else random.normal(size=shape)
-            for shape, kind in zip(shapes, (tensor.dtype for tensor in model.inputs), strict=True)
-        ]
-        classes = random.integers(CLASSES, size=(BATCH, *shape[:-1])).astype("int32")
-        batches.append((*inputs, random.normal(size=(BATCH, *shape)) if name.startswith("tower") else classes))
-    loss = "mse" if name.startswith("tower") else keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    arguments = {"optimizer": keras.optimizers.SGD(0.1, momentum=0.9), "loss": loss, "jit_compile": False}
-    return model_step(model, batches, known_batch, arguments)
+    return noise_step(NETS[name](), CLASSES, BATCH, STEPS, known_batch, is_real=name.startswith("tower"))
 
 
 def differing(step, params):

@@ -5,7 +5,7 @@ import itertools
 import keras
 import numpy as np
 import pytest
-from equivalence import TOLERANCE, error, model_step
+from equivalence import TOLERANCE, error, model_step, noise_step
 from keras import layers, ops
 
 import tflms_sft
@@ -169,18 +169,7 @@ NETS = {
 def net_step(name, known_batch=True):
     """Return three training steps of a network."""
     keras.utils.set_random_seed(0)
-    model = NETS[name]()
-    random = np.random.default_rng(0)
-    batches = [
-        (
-            random.normal(size=(BATCH, *model.input.shape[1:])),
-            random.integers(CLASSES, size=(BATCH, *model.output.shape[1:-1])).astype("int32"),
-        )
-        for _ in range(STEPS)
-    ]
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    arguments = {"optimizer": keras.optimizers.SGD(0.1, momentum=0.9), "loss": loss, "jit_compile": False}
-    return model_step(model, batches, known_batch, arguments)
+    return noise_step(NETS[name](), CLASSES, BATCH, STEPS, known_batch)
 
 
 def differing(step, params):

@@ -178,6 +178,37 @@ def keras_step(
     return model_step(model, batches_of(sizes, (*size, 3)), known_batch, arguments)
 
 
+def noise_step(
+    model: Any, classes: int, batch: int, steps: int, known_batch: bool = True, is_real: bool = False
+) -> Step:
+    """Return training steps of a network on noise, with a class for each position of the output, or with numbers.
+
+    Args:
+        model: A network that returns scores of classes, or numbers.
+        classes: Number of classes, and of tokens.
+        batch: Images of a step.
+        steps: Number of steps.
+        known_batch: Whether the batch size is known when the step is traced.
+        is_real: Whether the network returns numbers.
+    """
+    random = np.random.default_rng(0)
+    shape = (batch, *model.output.shape[1:])
+
+    def drawn(tensor: Any) -> np.ndarray:
+        size = (batch, *tensor.shape[1:])
+        return (
+            random.integers(classes, size=size).astype("int32") if tensor.dtype == "int32" else random.normal(size=size)
+        )
+
+    def target() -> np.ndarray:
+        return random.normal(size=shape) if is_real else random.integers(classes, size=shape[:-1]).astype("int32")
+
+    batches = [(*map(drawn, model.inputs), target()) for _ in range(steps)]
+    loss = "mse" if is_real else keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    arguments = {"optimizer": keras.optimizers.SGD(0.1, momentum=0.9), "loss": loss, "jit_compile": False}
+    return model_step(model, batches, known_batch, arguments)
+
+
 def model_step(model: Any, batches: Any, known_batch: bool, compile_args: dict[str, Any]) -> Step:
     """`train_step` of a compiled model, traced once. A batch has the model's inputs, then a target for each output."""
 
