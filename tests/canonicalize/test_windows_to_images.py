@@ -201,10 +201,9 @@ def test_batches_that_no_op_combines_may_differ():
 
 def test_one_row_of_windows_with_several_heads_is_folded():
     def function(x):
-        windows = tf.reshape(
-            tf.transpose(tf.reshape(x, [-1, 1, 8, 5, 3, CHANNELS]), [0, 1, 3, 2, 4, 5]), [-1, 24, 2, 3]
-        )
-        heads = tf.transpose(windows, [0, 2, 1, 3])
+        windows = tf.transpose(tf.reshape(x, [-1, 1, 8, 5, 3, CHANNELS]), [0, 1, 3, 2, 4, 5])
+        pixels = tf.nn.relu(tf.reshape(windows, [-1, 24, CHANNELS]))
+        heads = tf.transpose(tf.reshape(pixels, [-1, 24, 2, 3]), [0, 2, 1, 3])
         y = tf.matmul(tf.nn.softmax(tf.matmul(heads, heads, transpose_b=True)), heads)
         y = tf.reshape(tf.transpose(y, [0, 2, 1, 3]), [-1, 1, 5, 8, 3, CHANNELS])
         return tf.reshape(tf.transpose(y, [0, 1, 3, 2, 4, 5]), [-1, 8, 15, CHANNELS])
@@ -214,3 +213,16 @@ def test_one_row_of_windows_with_several_heads_is_folded():
     (softmax,) = (node for node in nodes if "Softmax" in (node.op, node.kernel))
     assert softmax.out().shape[0] == BATCH
     assert error(new(x), function(x)) < TOLERANCE
+
+
+@pytest.mark.parametrize("known", (True, False), ids=("known", "unknown"))
+def test_windows_of_other_rows_and_columns_are_not_confused(known):
+    """Ten windows for each image, in two rows of one image and in five rows of the other."""
+
+    def function(x, y):
+        windows = tf.transpose(tf.reshape(y, [-1, 5, 4, 2, 3, CHANNELS]), [0, 1, 3, 2, 4, 5])
+        return joined((partitioned(x) + 1.0) * tf.reshape(windows, [-1, PIXELS, CHANNELS]))
+
+    x, y = images(), constant(BATCH, 20, 6, CHANNELS)
+    new, _ = canonical(function, x, y, known=known)
+    assert error(new(x, y), function(x, y)) < TOLERANCE

@@ -88,6 +88,25 @@ def test_leading_size_that_may_differ_is_not_batch(name):
     assert not evaluate.sizes.assume_equal(got, batch) and isinstance(got, (SymbolicDim, int))
 
 
+MULTIPLES = {
+    "a reshape of pixels to images": (lambda x: tf.reshape(x, [-1, 8, 4]), 6),
+    "a product": (lambda x: tf.zeros([6 * tf.shape(x)[0], 2]), 6),
+    "a multiple of a multiple": (lambda x: tf.reshape(tf.reshape(x, [-1, 3, 8, 4]), [-1, 8, 4]), 6),
+    "a part of a multiple": (lambda x: tf.reshape(tf.reshape(x, [-1, 8, 4]), [-1, 3, 8, 4]), 2),
+    "space to batch": (lambda x: tf.space_to_batch(x, [2, 1], [[0, 0], [0, 0]]), 2),
+}
+
+
+@pytest.mark.parametrize("name", MULTIPLES)
+def test_leading_size_is_a_multiple_of_the_batch(name):
+    function, factor = MULTIPLES[name]
+    evaluate, got, batch, true = sizes(function)
+    assert true == factor * SIZE
+    assert evaluate.sizes.provably_equal(got, evaluate.sizes.multiple(batch, factor))
+    assert not evaluate.sizes.assume_equal(got, evaluate.sizes.multiple(batch, factor + 1))
+    assert not evaluate.sizes.assume_equal(got, batch)
+
+
 def two(combine):
     """Return the graph of a function of two arguments of unknown leading sizes, and these sizes."""
     specs = [tf.TensorSpec((None, 3), tf.float32)] * 2
