@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 WIDTH, HEADS, LEVELS = 16, 2, 2
 PATCH, WINDOW = 2, 4
 STRIDE = PATCH * WINDOW * 2 ** (LEVELS - 1)
-MASKED = -100.0  # what is added to the scores of pairs of tokens that a shift brought together
+MASKED = -100.0  # added to the scores of pairs of tokens that a shift brought together
 
 
 def build_model(edge: int, classes: int) -> keras.Model:
@@ -80,7 +80,7 @@ def attention(x: Any, shift: int) -> Any:
 
 
 def mask_of(sizes: Sequence[int], shift: int) -> Any:
-    """Returns what is added to the scores of each window, of shape (windows, 1, tokens, tokens).
+    """Returns the additive attention mask of each window, of shape (windows, 1, tokens, tokens).
 
     A shift brings tokens from both ends of the volume into one window. They must not attend to each other.
     """

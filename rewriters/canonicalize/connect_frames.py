@@ -113,7 +113,7 @@ class _FrameConnector:
         return self._slice_of_moved_batch(node, sequence, dim, index)
 
     def _slice_of_moved_batch(self, node: Node, sequence: Tensor, dim: int, index: int) -> Sequence[Tensor]:
-        """Slice before a transposition that moves another dimension to the front, and transpose the slice."""
+        """Slice the operand of a transposition that moves the batch, and transpose the slice."""
         order = self._order(sequence.node)
         if order is None or order[0] == 0:
             return ()

@@ -1,4 +1,8 @@
-"""Images of windows, and the ops on images that may replace ops on windows."""
+"""Window tensors, their images, and the ops on images that may replace ops on window tensors.
+
+A *window tensor* holds the windows of all images in one dimension: `(batch * windows, pixels, channels)`. Its *image*
+has the same elements in the same order, and a dimension for the batch and for each axis of windows.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ MAX_RANK = 8
 
 
 class Region:
-    """Windows that ops connect with each other: either all of them are folded, or none."""
+    """A set of window tensors that ops connect. All ops of a region are rewritten, or none."""
 
     def __init__(self) -> None:
         self._parent: Region | None = None
@@ -28,16 +32,16 @@ class Region:
 
     @property
     def root(self) -> Region:
-        """Return the region that this one has become a part of."""
+        """Return the region that joined regions share."""
         return self if self._parent is None else self._parent.root
 
     @property
     def failed(self) -> bool:
-        """Return whether some op on the windows was not rewritten."""
+        """Return whether some op of the region cannot be rewritten."""
         return self.root._failed
 
     def fail(self) -> None:
-        """Leave the windows as they are."""
+        """Mark the region as one that is not rewritten."""
         self.root._failed = True
 
     def join(self, other: Region) -> None:
@@ -49,14 +53,14 @@ class Region:
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """Windows, as an image.
+    """A window tensor.
 
     Attributes:
-        image: Tensor with the same elements in the same order.
-        dim: Dimension of the windows, which holds several dimensions of the image.
-        joined: Number of these dimensions of the image.
+        image: Its image.
+        dim: Dimension of the window tensor that joins several dimensions of the image.
+        joined: Number of joined dimensions.
         batch: Batch size of the image, a number or a symbol.
-        region: The windows that these are connected with.
+        region: Region of the window tensor.
     """
 
     image: Tensor
@@ -71,19 +75,19 @@ class Windows:
         return tuple(self.image.shape or ())[self.dim : self.dim + self.joined]
 
     def dims(self, dim: int) -> list[int]:
-        """Return the dimensions of the image for a dimension of the windows."""
+        """Return the dimensions of the image for a dimension of the window tensor."""
         if dim == self.dim:
             return list(range(dim, dim + self.joined))
         return [dim if dim < self.dim else dim + self.joined - 1]
 
 
 class WindowGraph:
-    """A graph with the images of its windows, and with the ops on images that may replace others.
+    """A graph, its window tensors, and the new ops on images.
 
     Attributes:
         graph: The graph.
         evaluate: Its static values.
-        windows: Windows as images, by tensor.
+        windows: Window tensors.
         replaced: New result and its region, by the result that it may replace.
         new_nodes: New op and its region, by the op that it may replace.
     """
@@ -96,7 +100,7 @@ class WindowGraph:
         self.new_nodes: dict[Node, tuple[Node, Region]] = {}
 
     def record(self, node: Node, image: Tensor, dim: int, operand: Windows, index: int = 0) -> None:
-        """Record the image of a result that is windows, as an operand is.
+        """Record the image of a result that is a window tensor, like an operand.
 
         Raises:
             NotTileableError: If more than its batch size is unknown, or it has too many dimensions.
@@ -104,19 +108,19 @@ class WindowGraph:
         shape = image.shape or ()
         if None in shape[1:] or len(shape) > MAX_RANK:
             raise NotTileableError(f"`{node.out(index).name}` has an unknown size, or too many dimensions as an image")
-        image.node.control_inputs = self._waited_for(node, operand.region)
+        image.node.control_inputs = self._control_inputs(node, operand.region)
         self.windows[node.out(index)] = dataclasses.replace(operand, image=image, dim=dim)
         self.replaced[node.out(index)] = image, operand.region
         self.new_nodes[node] = image.node, operand.region
 
     def replace(self, node: Node, new: Tensor, operand: Windows) -> None:
-        """Record the replacement of a result without a dimension of windows."""
-        new.node.control_inputs = self._waited_for(node, operand.region)
+        """Record the replacement of a result that is an ordinary tensor."""
+        new.node.control_inputs = self._control_inputs(node, operand.region)
         self.replaced[node.out()] = new, operand.region
         self.new_nodes[node] = new.node, operand.region
 
-    def _waited_for(self, node: Node, region: Region) -> list[Node]:
-        """Return the nodes that a new node in place of another one waits for."""
+    def _control_inputs(self, node: Node, region: Region) -> list[Node]:
+        """Return the control inputs of a new op: those of the old op, or the new ops in their place."""
         controls = []
         for old in node.control_inputs:
             control, control_region = self.new_nodes.get(old, (old, region))
@@ -158,7 +162,9 @@ class WindowGraph:
         return added("ConcatV2", [batch, other_sizes, self.ints(near, 0)], attrs, len(shape))
 
     def split(self, near: Node, tensor: Tensor, dim: int, windows: Windows) -> Tensor | None:
-        """Return a tensor with a dimension split as that of some windows, or one of size 1 repeated.
+        """Split a dimension of an ordinary tensor in the same way as that of a window tensor.
+
+        A dimension of size 1, which is broadcast, becomes several of size 1.
 
         Returns:
             `None` if the dimension may have another size.
@@ -171,7 +177,7 @@ class WindowGraph:
         return self.reshaped(near, tensor, (*shape[:dim], *sizes, *shape[dim + 1 :]))
 
     def _may_split(self, tensor: Tensor, dim: int, windows: Windows) -> bool:
-        """Return whether a dimension of a tensor is as large as that of some windows."""
+        """Return whether a dimension of a tensor has the size of the joined dimensions of a window tensor."""
         size = (tensor.shape or ())[dim]
         if None not in windows.sizes or size is not None:
             return size == math.prod(number or 0 for number in windows.sizes)
@@ -180,5 +186,5 @@ class WindowGraph:
         return dim == 0 and leading_sizes.assume_equal(leading_sizes.of(tensor), multiple)
 
     def windows_of(self, node: Node, position: int = 0) -> Windows | None:
-        """Return the image of an operand; `None` if the operand has no dimension of windows."""
+        """Return an operand as a window tensor; `None` for an ordinary tensor."""
         return self.windows.get(node.inputs[position])

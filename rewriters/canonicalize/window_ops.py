@@ -1,4 +1,4 @@
-"""Ops on windows as ops on images: for each op type, a function that adds the new op."""
+"""Handlers, by op type, that add the op on images in place of an op on window tensors."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _elementwise(folder: WindowGraph, node: Node) -> bool:
 
 
 def _same_sizes(folder: WindowGraph, one: Windows, other: Windows) -> bool:
-    """Return whether the joined dimensions of two windows are the same."""
+    """Return whether the joined dimensions of two window tensors have equal sizes."""
     if one.sizes != other.sizes:
         return False
     return None not in one.sizes or folder.evaluate.sizes.assume_equal(one.batch, other.batch)
@@ -142,7 +142,7 @@ def _repeat(folder: WindowGraph, node: Node) -> bool:
 
 
 def _product(folder: WindowGraph, node: Node) -> bool:
-    """Rewrite an `Einsum`: the letter of the windows becomes one letter for each joined dimension."""
+    """Rewrite an `Einsum`: one letter for each joined dimension replaces the letter of the windows."""
     *labels, out = einsum_labels(node)
     pairs = [(folder.windows[t], text) for t, text in zip(node.inputs, labels, strict=True) if t in folder.windows]
     windows = pairs[0][0]
@@ -282,7 +282,7 @@ def _slice(folder: WindowGraph, node: Node) -> bool:
 
 
 def _is_full(cut: AxisSlice, shape: Sequence[int | None]) -> bool:
-    """Return whether a slice takes all entries of a dimension, which stays."""
+    """Return whether a slice keeps a dimension and takes all of its entries."""
     return None not in (cut.dim, cut.out) and (cut.begin, cut.size, cut.stride) == (0, shape[cut.dim], 1)  # type: ignore[index]
 
 
@@ -318,7 +318,7 @@ def _shape(folder: WindowGraph, node: Node) -> bool:
 
 
 def _reshape(folder: WindowGraph, node: Node) -> bool:
-    """Let a reshape read the image; record the image of its result if that is still windows."""
+    """Reshape the image instead; the result may be a window tensor again."""
     windows, out = folder.windows_of(node), node.out()
     if windows is None:
         return False
@@ -368,4 +368,4 @@ HANDLERS: dict[str, _Handler] = {
     **dict.fromkeys(("StridedSlice", "StridedSliceGrad"), _slice),
     "Transpose": _transpose,
 }
-"""Functions that add an op on images for an op on windows, and return whether they could."""
+"""Each adds the op on images, and returns whether there is one."""

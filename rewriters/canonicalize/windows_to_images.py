@@ -77,11 +77,11 @@ class _WindowFolder(WindowGraph):
         return bool(replaced)
 
     def _as_original(self, old: Tensor, new: Tensor) -> Tensor:
-        """Return a new result in the shape of the old one."""
+        """Reshape the image of a window tensor to the shape of the window tensor; other results stay."""
         return self.reshaped(old.node, new, old.shape or ()) if old in self.windows else new
 
     def _begin(self, node: Node) -> None:
-        """Record the windows that a reshape makes of images, by joining the batch with other dimensions, or heads."""
+        """Record the window tensor that a reshape returns if it joins the batch or heads with other dimensions."""
         source, out = node.inputs[0], node.out()
         if not source.shape or not out.shape or len(out.shape) < 3:
             return
@@ -105,7 +105,7 @@ class _WindowFolder(WindowGraph):
         self.windows[node.out()], self.new_nodes[node] = windows, (image.node, windows.region)
 
     def _rewrite(self, node: Node) -> bool:
-        """Add ops on images in place of an op on windows; return whether they could be."""
+        """Add the op on images in place of an op on window tensors; return whether there is one."""
         handler = HANDLERS.get(node.op)
         results = map(node.out, range(len(node.outputs)))
         if handler is None or any(tensor.shape is None for tensor in (*node.inputs, *results)):
@@ -117,7 +117,11 @@ class _WindowFolder(WindowGraph):
 
 
 def _joined_dims(have: Sequence[int], want: Sequence[int]) -> tuple[int, int] | None:
-    """Return the dimensions that a reshape joins, as first and number, if all others stay and they are not the last."""
+    """Return the first of the dimensions that a reshape joins, and their number.
+
+    Returns:
+        `None` for a reshape that changes other dimensions, too, or joins the last dimension.
+    """
     number = len(have) - len(want) + 1
     for first in range(len(want) - 1):
         last = first + number

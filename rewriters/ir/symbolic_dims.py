@@ -118,7 +118,7 @@ class LeadingSizes:
         return any(a.arguments & group and b.arguments & group for group in self._combined)
 
     def _common_factor(self, a: Any, b: Any) -> tuple[SymbolicDim, SymbolicDim] | None:
-        """Return the sizes of which two sizes are the same multiple; `None` if they are not."""
+        """Return the base sizes of two multiples with equal factors; `None` for other sizes."""
         (one, factor), (other, another) = (self._factors.get(size, (size, 1)) for size in (a, b))
         return (one, other) if factor == another != 1 else None
 

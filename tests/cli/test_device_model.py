@@ -116,7 +116,7 @@ def test_largest_plan_of_a_card_names_the_card(run):
 @pytest.mark.parametrize(
     ("net", "note"),
     [
-        ("with_python", "Note: PyFunc: runs Python, whose time and memory are not predicted"),
+        ("with_python", "Note: PyFunc runs Python code, whose time and memory are not predicted"),
         ("with_host_op", "Note: TensorFlow has no GPU kernel for DrawBoundingBoxesV2, which runs on the host"),
         ("with_xla", "Note: the model has jit_compile=True"),
     ],

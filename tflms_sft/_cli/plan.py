@@ -63,13 +63,13 @@ def _times(plan: Plan) -> str:
 
 
 def _notes(model: Any, step: step_options.PlannableStep, plan: Plan) -> list[str]:
-    """Return what the summary of a plan does not say: how `fit` differs, and what the card lacks."""
+    """Return notes on a plan: costs that the prediction lacks, and limits of the card."""
     notes = []
     if getattr(model, "jit_compile", False) is True:
         notes.append("the model has jit_compile=True: XLA is off in rewritten steps, and in the predicted times")
     calls = step.python_calls()
     if calls:
-        notes.append(f"{shortened(calls, MAX_NAMES)}: runs Python, whose time and memory are not predicted")
+        notes.append(f"{shortened(calls, MAX_NAMES)} runs Python code, whose time and memory are not predicted")
     card = planned_card()
     if card is None:
         return notes
