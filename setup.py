@@ -45,7 +45,7 @@ setup(
             f"tflms_sft.{name}"
             for name in (
                 *("_batches", "_cli", "_cluster", "_image_tiles", "_keras", "_machine", "_params", "_pipeline"),
-                *("_planner", "_report", "_rewrite", "_trace", "_util", "_verify"),
+                *("_planner", "_report", "_rewrite", "_sources", "_trace", "_util", "_verify"),
             )
         ),
         "rewriters",
@@ -65,22 +65,33 @@ setup(
     extras_require={
         "gpu": [f"tensorflow[and-cuda]{TENSORFLOW}"],
         "plot": ["matplotlib"],
+        # Formats of `ImageReader`.
+        "hdf5": ["h5py"],
+        "nifti": ["nibabel"],
+        "openslide": ["openslide-bin", "openslide-python"],
+        "tiff": ["tifffile", "zarr>=3"],
+        "zarr": ["zarr>=3"],
         "compare": ["matplotlib", "torch"],
         "docs": ["mkdocs-jupyter", "mkdocs-material>=9.5", "mkdocstrings-python"],
         "examples": ["matplotlib", "nibabel", "scikit-image"],
         "test": [
+            "h5py",
             "hypothesis",
             "ipykernel",
             "matplotlib",
             "mypy",
             "nbclient",
             "nibabel",
+            "openslide-bin",
+            "openslide-python",
             "pytest",
             "pytest-xdist>=3.7",
             "ruff",
             "scikit-image",
             "tensorboard",
+            "tifffile",
             "toposort",
+            "zarr>=3",
             # test_packaging builds the wheel without build isolation.
             "setuptools>=64",
             "wheel",

@@ -23,6 +23,9 @@ if typing.TYPE_CHECKING:
     from tflms_sft._rewrite.rewrite import rewrite
     from tflms_sft._rewrite.rewritten_step import RewrittenStep
     from tflms_sft._rewrite.swap_tuning import LMSParams
+    from tflms_sft._sources.image_reader import ImageReader
+    from tflms_sft._sources.reading_model import ReadingModel
+    from tflms_sft._sources.source import ImageReadError
     from tflms_sft._verify.differences import Difference, Verification
     from tflms_sft._verify.verify import verify
 else:
@@ -49,6 +52,9 @@ else:
         "tflms_sft._rewrite.rewritten_step": ("RewrittenStep",),
         "tflms_sft._pipeline.stage_devices": ("stage_devices",),
         "tflms_sft._rewrite.swap_tuning": ("LMSParams",),
+        "tflms_sft._sources.image_reader": ("ImageReader",),
+        "tflms_sft._sources.reading_model": ("ReadingModel",),
+        "tflms_sft._sources.source": ("ImageReadError",),
         "tflms_sft._verify.verify": ("verify",),
     }
     _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
@@ -74,6 +80,8 @@ __all__ = [
     "AutoParams",
     "BudgetError",
     "Difference",
+    "ImageReadError",
+    "ImageReader",
     "LMSParams",
     "Measurement",
     "MemoryBudget",
@@ -86,6 +94,7 @@ __all__ = [
     "PlannedStage",
     "PlannedSwap",
     "Prediction",
+    "ReadingModel",
     "RewriteError",
     "RewrittenStep",
     "SFTParams",

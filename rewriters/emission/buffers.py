@@ -198,6 +198,13 @@ def _corners(region: Sequence[Span]) -> tuple[Any, Any] | None:
     return stacked(begin), stacked(end)
 
 
+def corner_and_size(region: Sequence[Span], sizes: Sequence[Any]) -> tuple[Any, Any]:
+    """Return the first position and the size of a region along each dimension of a tensor with the given sizes."""
+    begin = [0 if span is None else span[0] for span in region]
+    size = [full if span is None else span[1] for span, full in zip(region, sizes, strict=True)]
+    return stacked(begin), stacked(size)
+
+
 def _masks(region: Sequence[Span]) -> dict[str, int]:
     mask = sum(1 << dim for dim, span in enumerate(region) if span is None)
     return {"begin_mask": mask, "end_mask": mask}

@@ -15,44 +15,21 @@ from rewriters.device.kernel_audit import reads_gpu_memory
 from rewriters.device.kernel_scratch import ConcurrencyGroup
 from rewriters.device.properties import forwards_input_buffer, may_fuse_with_consumer
 from rewriters.emission.buffers import DeviceBuffer, Span, host_scalar, stacked
+from rewriters.emission.file_reads import read_region
 from rewriters.emission.loop_outputs import LoopOutput, MergedMoments, ReductionOutput, ScatterAddOutput, TiledOutput
+from rewriters.emission.loop_tensors import BATCH_DIM, batch_source, loop_input_tensors, loop_output_tensors
 from rewriters.emission.row_carries import CarriedState, SavedState, finish_gradient_rows, joined, received
 from rewriters.emission.while_loop import emit_while_loop
 from rewriters.ir import tf_internals
 from rewriters.ir.graph import Node, Tensor
+from rewriters.ir.region_reads import is_region_read, loop_operand
 from rewriters.rules.intervals import CropPad, Interval, fit
 from rewriters.rules.registry import TileKind, find_rule
 from rewriters.tiling.row_frontiers import CarriedRows
 from rewriters.tiling.segment import Segment
-from rewriters.tiling.tile_planner import Region, TileLoop, covers, with_rows
+from rewriters.tiling.tile_planner import IterationOrder, Region, TileLoop, covers, with_rows
 
 __all__: list[str] = []
-
-BATCH_DIM = 0
-
-
-def loop_input_tensors(tile_loop: TileLoop, segment: Segment) -> list[Tensor]:
-    """Return the full-size tensors that a loop reads, in the order of the traced function's arguments."""
-    source = batch_source(tile_loop, segment)
-    batch = [] if source is None else [source]
-    saved = [carry.saved for carry in tile_loop.carries.values() if carry.saved is not None]
-    return list(dict.fromkeys([*batch, *tile_loop.reads, *tile_loop.invariants, *saved]))
-
-
-def batch_source(tile_loop: TileLoop, segment: Segment) -> Tensor | None:
-    """Return a tensor whose leading dimension is the run-time batch size; `None` if no image enters the loop."""
-    # The loop's own operands come first: entries of another device may have another batch size.
-    for candidates in (tile_loop.reads, segment.entries):
-        shaped = [(t.shape[BATCH_DIM], t) for t in candidates if t.shape]
-        unknown = [t for size, t in shaped if size is None]
-        if shaped:
-            return unknown[0] if unknown else max(shaped, key=lambda pair: pair[0] or 0)[1]
-    return None
-
-
-def loop_output_tensors(tile_loop: TileLoop) -> list[Tensor]:
-    """Return the tensors that a loop computes, in the order of the traced function's results."""
-    return [*tile_loop.writes, *tile_loop.accumulates, *tile_loop.reductions, *(save.saved for save in tile_loop.saves)]
 
 
 def is_awaited(analysis: GraphAnalysis, node: Node) -> bool:
@@ -84,6 +61,8 @@ class LoopEmitter:
     Attributes:
         batch: Batch size, an integer or a scalar tensor.
         batch_tiles: Number of tiles along the batch, an integer or a scalar tensor.
+        num_iterations: Number of tiles, an integer or a scalar tensor.
+        images: Keys of the images in files that the loop slices.
     """
 
     def __init__(
@@ -93,8 +72,11 @@ class LoopEmitter:
         self.segment = segment
         self.tile_loop = tile_loop
         self.outer = {tensor: self._sliceable(tensor, value) for tensor, value in outer.items()}
+        # Images in files have the batch size of their keys.
+        self.images = {tensor: outer[loop_operand(tensor)] for tensor in tile_loop.reads if is_region_read(tensor.node)}
         self.batch = self._batch_size()
         self.batch_tiles = 1 if tile_loop.grid.batch == 1 else tf.minimum(tile_loop.grid.batch, self.batch)
+        self.num_iterations = self.batch_tiles * int(np.prod(tile_loop.grid.spatial))
 
     def _sliceable(self, tensor: Tensor, value: Any) -> Any:
         """Return a full-size tensor in a type whose slices stay in the GPU's memory, if all ops read it there.
@@ -110,9 +92,13 @@ class LoopEmitter:
         source = batch_source(self.tile_loop, self.segment)
         if source is None:
             return max(int(tensor.shape[BATCH_DIM] or 1) for tensor in self.tile_loop.writes if tensor.shape)
-        value = self.outer[source]
+        value = self.outer[loop_operand(source)]
         static = value.shape[BATCH_DIM]
         return static if static is not None else tf.shape(value)[BATCH_DIM]
+
+    def has_tile(self, index: Any) -> Any:
+        """Return 1 if there is a tile with an index, otherwise 0."""
+        return tf.cast((index >= 0) & (index < self.num_iterations), tf.int32)
 
     def run(self) -> list[Any]:
         """Emit the loop; return its results in the dtypes of the original tensors."""
@@ -127,8 +113,7 @@ class LoopEmitter:
             iteration.run()
             return [value for output, group in groups for value in output.update(iteration, group)]
 
-        num_iterations = self.batch_tiles * int(np.prod(self.tile_loop.grid.spatial))
-        values = emit_while_loop(num_iterations, list(itertools.chain(*states)), iterate, self.tile_loop.order)
+        values = emit_while_loop(self.num_iterations, list(itertools.chain(*states)), iterate, self.tile_loop.order)
         results: dict[Tensor, Any] = {}
         for output, group in zip(outputs, _grouped(values, group_sizes), strict=True):
             results.update(zip(output.tensors, output.final(group), strict=True))
@@ -197,6 +182,7 @@ class IterationEmitter:
         for node in self.tile_loop.body:
             for tensor in node.inputs:
                 self._consumers.setdefault(tensor, []).append(node)
+        self._index = index
         self._indices, index = self._tile_indices(index)
         self._batch_span = self._images_of(index)
 
@@ -321,11 +307,26 @@ class IterationEmitter:
     def value(self, tensor: Tensor) -> Any:
         """Return the rows of a tensor that the iteration holds; slice a full-size tensor when first needed."""
         if tensor not in self.values and tensor in self.tile_loop.reads:
-            buffer = DeviceBuffer(self._outer(tensor, self._consumers.get(tensor, ())))
-            value = buffer.read(self.spans(tensor, self.tile_loop.regions[tensor]), shared=True)
-            value = value if value.dtype == tensor.dtype else tf.bitcast(value, tensor.dtype)
+            value = self._read(tensor) if is_region_read(tensor.node) else self._sliced(tensor)
             self.values[tensor] = self._counted_once(tensor, value)
         return self.values[tensor]
+
+    def _sliced(self, tensor: Tensor) -> Any:
+        buffer = DeviceBuffer(self._outer(tensor, self._consumers.get(tensor, ())))
+        value = buffer.read(self.spans(tensor, self.tile_loop.regions[tensor]), shared=True)
+        return value if value.dtype == tensor.dtype else tf.bitcast(value, tensor.dtype)
+
+    def _read(self, tensor: Tensor) -> Any:
+        """Read the region of an image in a file. The last iteration names an empty region as the next one."""
+        region, step = self.tile_loop.regions[tensor], 1 if self.tile_loop.order is IterationOrder.ASCENDING else -1
+        index, exists = self._index + step, self.loop.has_tile(self._index + step)
+        following = [
+            None if span is None else (span[0], span[1] * exists)
+            for span in IterationEmitter(self.loop, index, {}).spans(tensor, region)
+        ]
+        batch, images = self.loop.batch, following[BATCH_DIM]
+        following[BATCH_DIM] = (0, batch * exists) if images is None else images
+        return read_region(tensor, self.loop.images[tensor], batch, self.spans(tensor, region), following)
 
     def batch_span(self) -> Span:
         """Return the span of the batch that the iteration covers; `None` for the full batch."""

@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 
 from rewriters.analysis.graph_analysis import GraphAnalysis
-from rewriters.emission.loop_emitter import is_awaited, loop_input_tensors, loop_output_tensors
+from rewriters.emission.loop_emitter import is_awaited
+from rewriters.emission.loop_tensors import loop_input_tensors, loop_output_tensors
 from rewriters.ir.graph import Node, Tensor
+from rewriters.ir.region_reads import is_region_read
 from rewriters.ir.static_values import MAX_ELEMENTS
 from rewriters.rules.registry import TileKind
 from rewriters.tiling.barrier_levels import MomentPair
@@ -112,7 +114,8 @@ class _ProgramHasher(StructuralHasher):
         saves = tuple(self._save(save) for save in tile_loop.saves)
         rows = (tile_loop.order, tile_loop.row_axis, carries, saves)
         tensors = tuple(self._tensor(tensor) for tensor in self.numbers)
-        return (tile_loop.backward, tile_loop.grid, rows, inputs, body, ends, roles, cells, moments, tensors)
+        files = tuple(self.operation(t.node) for t in tile_loop.reads if is_region_read(t.node))
+        return (tile_loop.backward, tile_loop.grid, rows, inputs, body, ends, roles, cells, moments, files, tensors)
 
     def _carry(self, tensor: Tensor, carry: CarriedRows) -> Hashable:
         saved = None if carry.saved is None else self.number(carry.saved)

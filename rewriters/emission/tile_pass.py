@@ -15,15 +15,18 @@ import tensorflow as tf
 
 from rewriters.analysis.autodiff_roles import reads_shape_only
 from rewriters.analysis.graph_analysis import GraphAnalysis, require_analysed
-from rewriters.emission.loop_emitter import loop_input_tensors, loop_output_tensors, trace_loop
+from rewriters.emission.loop_emitter import trace_loop
 from rewriters.emission.loop_signature import program_signature
+from rewriters.emission.loop_tensors import loop_input_tensors, loop_output_tensors
 from rewriters.errors import RewriteError
 from rewriters.ir.graph import LOOPS, Graph, Node, Tensor, from_tf_graph
 from rewriters.ir.graph_pass import GraphPass, PassResult, run_pass
+from rewriters.ir.region_reads import is_region_read, loop_operand
 from rewriters.ir.static_values import int_constant, type_attr
 from rewriters.scheduling.control_edges import add_edges
 from rewriters.scheduling.delay_early_ops import DelayOptimizerOps, EmittedLoop, RunUpdatesBeforeLoops
 from rewriters.scheduling.serialize_ops import SerializeScratchGroups
+from rewriters.scheduling.updates_after_reads import RunUpdatesAfterReads
 from rewriters.tiling.barrier_planner import BarrierPlanner
 from rewriters.tiling.row_frontiers import SAVED
 from rewriters.tiling.row_planner import RowBarrierPlanner, RowPlanner
@@ -203,13 +206,19 @@ class _LoopSplicer:
         loops = [
             EmittedLoop(loop.name, self.starts[loop].name, self.devices[loop], loop in self.backward) for loop in order
         ]
+        readers = [loop.name for loop in order if self._reads_files(loop)]
         scheduling = (
             DelayOptimizerOps(self.analysis),
+            RunUpdatesAfterReads(readers),
             RunUpdatesBeforeLoops(self.analysis, loops),
             SerializeScratchGroups(),
         )
         add_edges(self.graph, scheduling)
         return self.graph
+
+    def _reads_files(self, loop: Node) -> bool:
+        """Return whether the iterations of a loop read images from files."""
+        return any(is_region_read(tensor.node) for tensor in self.tile_loops[self.starts[loop]].reads)
 
     def in_stages(self) -> Tiled:
         """Insert the loops alone."""
@@ -245,6 +254,7 @@ class _LoopSplicer:
         for plan in self.plans:
             segment = plan.segment
             inside = {n.out(i) for n in (*segment.forward, *segment.backward) for i in range(len(n.outputs))}
+            inside |= {tensor for tensor in segment.entries if is_region_read(tensor.node)}
             full_size = {*segment.exits, *segment.stored, *segment.grad_exits, *segment.reductions}
             for tensor in sorted(inside, key=lambda t: t.name):
                 for consumer, _ in self.analysis.consumers.get(tensor, ()):
@@ -277,7 +287,7 @@ class _LoopSplicer:
 
     def _repoint(self, consumer: Node, tensor: Tensor, source: Tensor) -> None:
         """Compute the shape of `tensor`, which the `Shape` op `consumer` reads, from the batch size of `source`."""
-        shape = tensor.shape
+        shape, source = tensor.shape, loop_operand(source)
         assert shape is not None and source.shape is not None
         dtype = consumer.outputs[0][0]
         graph, name = self.graph, f"{consumer.name}/of_tile"
@@ -387,7 +397,7 @@ class _LoopSplicer:
         """
         inside = all_ops or {*segment.forward, *tile_loop.replaces}
         waits = [c for node in tile_loop.replaces for c in node.control_inputs if c not in inside]
-        waits += [t.node for t in tile_loop.reads if t.node not in inside]
+        waits += [loop_operand(t).node for t in tile_loop.reads if t.node not in inside]
         if tile_loop.backward and not segment.loop_specs:
             waits += [t.node for t in segment.grad_entries]
         return [self._copied(node) for node in dict.fromkeys(waits) if node.op != "Placeholder"]

@@ -35,6 +35,7 @@ from rewriters.device.peak_memory import (
     worst_kernel,
 )
 from rewriters.ir.graph import PER_PIXEL, Node, Tensor
+from rewriters.ir.region_reads import NUM_BUFFERED_REGIONS, is_region_read
 from rewriters.rules.intervals import Interval, fit
 from rewriters.tiling.barrier_levels import MomentPair
 from rewriters.tiling.tile_planner import Region, TileLoop, covers, with_rows
@@ -233,6 +234,12 @@ class IterationModel:
     def _slice(self, tensor: Tensor, region: Region) -> Tensor:
         layout = self.tile_loop.layouts.of(tensor)
         assert layout is not None
+        if is_region_read(tensor.node):
+            value, *ahead = (
+                self._helper(tensor.node.op, tensor, (), (i.size for i in region)) for _ in range(NUM_BUFFERED_REGIONS)
+            )
+            self.ends += ahead
+            return value
         is_full = all(np.all(i.size == extent) for i, extent in zip(region, layout.extents(tensor), strict=True))
         op = "Placeholder" if is_full and self.tile_loop.grid.batch == 1 else "StridedSlice"
         return self._helper(op, tensor, (), (i.size for i in region))

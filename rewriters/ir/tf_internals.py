@@ -227,7 +227,12 @@ def no_cse_attrs(name: str) -> dict[str, Any]:
 def prevent_cse(tensor: Any) -> None:
     """Exclude an existing op from common subexpression elimination."""
     for key, value in no_cse_attrs(tensor.op.name).items():
-        tensor.op._set_attr(key, value)
+        set_attr(tensor.op, key, value)
+
+
+def set_attr(operation: Any, name: str, value: Any) -> None:
+    """Set an attribute of an existing op; nothing public does so for an op that `tf.numpy_function` has added."""
+    operation._set_attr(name, value)
 
 
 def create_op(

@@ -26,6 +26,7 @@ ORDER = (
     "rewriters.batch_semantics",
     "tflms_sft._version",
     "tflms_sft._util",
+    "tflms_sft._sources",
     "tflms_sft._machine",
     "tflms_sft._cluster",
     "tflms_sft._params",

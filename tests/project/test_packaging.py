@@ -151,7 +151,9 @@ def test_wheel_has_requirements_and_extras(metadata):
         extra: {_tidy(line) for line in metadata.get_all("Requires-Dist") if _extra(line) == extra}
         for extra in (None, *metadata.get_all("Provides-Extra"))
     }
-    assert set(requires) == {None, "gpu", "plot", "compare", "docs", "examples", "test"}
+    formats = {"hdf5", "nifti", "openslide", "tiff", "zarr"}
+    assert set(requires) == {None, "gpu", "plot", "compare", "docs", "examples", "test"} | formats
+    assert all(requires[name] <= requires["test"] for name in formats)
     assert requires[None] == {("tensorflow", "<3,>=2.18"), ("keras", "<4,>=3.8"), ("numpy", "")}
     assert requires["gpu"] == {("tensorflow[and-cuda]", "<3,>=2.18")}
     assert requires["plot"] == {("matplotlib", "")}

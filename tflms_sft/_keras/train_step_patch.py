@@ -62,6 +62,7 @@ from tflms_sft._report.plan import Plan, amend_plan
 from tflms_sft._report.plan_records import Measurement
 from tflms_sft._rewrite.measure import watch_tier
 from tflms_sft._rewrite.rewrite import rewrite_traced
+from tflms_sft._sources.region_reads import read_errors
 from tflms_sft._trace.layer_names import recorded_layers
 from tflms_sft._trace.step_tracing import check_image_sizes, keras_function
 from tflms_sft._util.progress import Stopwatch, told_if_slow
@@ -273,7 +274,7 @@ class StepPatch:
                 batches = list(itertools.islice(iterator, self.model.steps_per_execution))
                 self._select_size(batches[0])
                 iterator = iter(batches)
-            with workers_watched(), without_gpu_optimizers():
+            with workers_watched(), read_errors(), without_gpu_optimizers():
                 return self._run_measured(iterator, peeked)
         except (StopIteration, tf.errors.OutOfRangeError):
             raise  # The normal end of an epoch.

@@ -15,7 +15,7 @@ from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize.canonicalize import CanonicalMode, read_canonical
 from rewriters.device.loop_lists import loop_iterations
 from rewriters.device.peak_memory import AllocationTrace, IterationTrace, Peak, graph_peak, graph_schedule
-from rewriters.emission.loop_emitter import loop_input_tensors, loop_output_tensors
+from rewriters.emission.loop_tensors import loop_input_tensors, loop_output_tensors
 from rewriters.emission.tile_pass import SegmentPlan, loop_nodes, tile_segments, tile_skeleton
 from rewriters.estimates.loop_memory import IterationModelCache
 from rewriters.estimates.op_cost import NOMINAL, CostModel, MachineRates, sum_in_order

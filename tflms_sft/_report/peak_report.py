@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.device import properties
 from rewriters.device.peak_memory import Peak
-from rewriters.emission.loop_emitter import loop_output_tensors
+from rewriters.emission.loop_tensors import loop_output_tensors
 from rewriters.emission.tile_pass import SegmentPlan, loop_nodes
 from rewriters.estimates.loop_memory import IterationModelCache, kernel_at_worst
 from rewriters.ir.graph import BRANCHES, LOOPS, Graph, Node, Tensor

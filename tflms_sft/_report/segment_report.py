@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from rewriters.analysis.autodiff_roles import reads_shape_only
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.device import properties
-from rewriters.emission.loop_emitter import loop_input_tensors
+from rewriters.emission.loop_tensors import loop_input_tensors
 from rewriters.emission.tile_pass import SegmentPlan
 from rewriters.estimates.loop_memory import IterationModelCache
 from rewriters.estimates.op_cost import CostModel, overlapped_bytes

@@ -17,6 +17,7 @@ from rewriters.swapping.tiers import Tier
 from tflms_sft._batches.batch_limits import BatchLimit, planned_size_error
 from tflms_sft._cluster.worker_watch import workers_watched
 from tflms_sft._report.plan import Plan
+from tflms_sft._sources.region_reads import read_errors
 from tflms_sft._trace.step_tracing import spec_of
 
 _MAX_CHARACTERS = 600
@@ -76,11 +77,12 @@ class RewrittenStep:
                 than its budget was planned for. (Called in a `tf.function`, the latter is TensorFlow's
                 `InvalidArgumentError` with the same text.)
             WorkerError: If a worker that the step runs on is lost.
+            ImageReadError: If an image cannot be read from its file. No variable has changed.
             TypeError: If an argument has another structure, shape or dtype than the signature.
         """
         flat = self._flat(args, kwargs)
         try:
-            with workers_watched(), without_gpu_optimizers():
+            with workers_watched(), read_errors(), without_gpu_optimizers():
                 return self._function(*flat)
         except BaseException as error:
             self._importer.abandon()

@@ -1,0 +1,62 @@
+"""Ops that read a region of an image from a file.
+
+A region read is a stateless Python call with five operands: keys, one for each image of a batch; begin and size of a
+region, with the batch as the first dimension; begin and size of the region that is read next, which has no entries if
+there is none. In the original step, it reads whole images. In a tile loop, each iteration reads the rows of its own
+tile, so that the image is never whole in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from rewriters.ir import tf_internals
+from rewriters.ir.graph import Graph, Node, Tensor
+
+__all__: list[str] = []
+
+REGION_READ = "_region_read"
+"""Attribute of a Python call that reads a region."""
+
+NUM_BUFFERED_REGIONS = 2
+"""Regions in memory: that of the iteration, and the next one."""
+
+
+def read_images(read: Callable[..., np.ndarray], keys: Any, shape: Sequence[int], dtype: Any) -> Any:
+    """Return whole images of a batch.
+
+    Args:
+        read: Returns a region as an array. Arguments are the five operands as arrays. The op holds a weak reference.
+        keys: A vector with the key of each image, strings or integers.
+        shape: Shape of an image.
+        dtype: Type of its numbers.
+
+    Returns:
+        A tensor of shape `(batch, *shape)`.
+    """
+    begin = tf.zeros([len(shape) + 1], tf.int64)
+    size = tf.concat([tf.shape(keys, out_type=tf.int64), tf.constant(list(shape), tf.int64)], 0)
+    images = tf.numpy_function(read, [keys, begin, size, begin, begin], dtype, stateful=False)
+    images.set_shape([*keys.shape, *shape])
+    if not tf.executing_eagerly():
+        tf_internals.set_attr(images.op, REGION_READ, tf.compat.v1.AttrValue(b=True))
+    return images
+
+
+def is_region_read(node: Node) -> bool:
+    """Return whether an op reads images from files."""
+    return REGION_READ in node.attrs
+
+
+def region_reads(graph: Graph) -> list[Node]:
+    """Return all ops of a step that read images from files."""
+    return [node for node in graph.nodes.values() if is_region_read(node)]
+
+
+def loop_operand(tensor: Tensor) -> Tensor:
+    """Return the tensor that a loop receives in order to slice `tensor`: the keys, if that is read from files."""
+    return tensor.node.inputs[0] if is_region_read(tensor.node) else tensor

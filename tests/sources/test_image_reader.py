@@ -1,0 +1,134 @@
+"""Steps that read images from files compute what steps compute that receive the images."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from equivalence import TOLERANCE
+from image_files import L, reader, write_images
+
+import tflms_sft
+from tflms_sft._sources import region_reads
+
+CLASSES = 3
+
+
+@pytest.fixture(autouse=True)
+def double_precision():
+    keras.config.set_floatx("float64")
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """Sizes of all regions that are read."""
+    sizes = []
+    read = region_reads.RegionReads._read
+
+    def noted(self, images, begin, size):
+        sizes.append(tuple(size.tolist()))
+        return read(self, images, begin, size)
+
+    monkeypatch.setattr(region_reads.RegionReads, "_read", noted)
+    return sizes
+
+
+def pixels(seed, *shape):
+    return np.random.default_rng(seed).integers(0, 256, shape).astype("uint8")
+
+
+def labels(seed, *shape):
+    return np.random.default_rng(seed).integers(0, CLASSES, shape).astype("uint8")
+
+
+def plain_convolutions(x):
+    for filters in (4, 6):
+        x = L.Conv2D(filters, 3, padding="same", activation="relu")(x)
+    return x
+
+
+def normalised(x):
+    x = L.Conv2D(4, 3, strides=2, padding="same", use_bias=False)(x)
+    x = L.ReLU()(L.BatchNormalization()(x))
+    x = L.Conv2D(6, 3, padding="same", use_bias=False)(x)
+    x = L.ReLU()(L.BatchNormalization()(x))
+    return L.UpSampling2D(2)(x)
+
+
+def flipped(x):
+    return plain_convolutions(keras.ops.flip(x, axis=(1, 2)))
+
+
+def volumes(x):
+    return L.Conv3D(4, 3, padding="same", activation="relu")(x)
+
+
+NETS = {
+    "convolutions": (plain_convolutions, (40, 36, 3)),
+    "BatchNorm": (normalised, (40, 36, 3)),
+    "flips": (flipped, (40, 36, 3)),
+    "volumes": (volumes, (12, 14, 10, 2)),
+}
+
+
+def make_model(net, shape, image_reader=None, mask_reader=None):
+    """Return a compiled model that segments images, in arrays without readers, otherwise in files."""
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input(shape, dtype="uint8") if image_reader is None else keras.Input((), dtype="string")
+    x = L.Rescaling(1 / 255)(inputs if image_reader is None else image_reader(inputs))
+    head = L.Conv3D(CLASSES, 1) if len(shape) == 4 else L.Conv2D(CLASSES, 1)
+    outputs = head(net(x))
+    model = (
+        keras.Model(inputs, outputs)
+        if mask_reader is None
+        else tflms_sft.ReadingModel(inputs, outputs, labels=mask_reader)
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss, metrics=["accuracy"], jit_compile=False)
+    return model
+
+
+def trained(model, x, y, callbacks=()):
+    """Train three steps; return the losses and all variables."""
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(1, drop_remainder=True)
+    history = model.fit(data, epochs=1, shuffle=False, verbose=0, callbacks=list(callbacks)).history
+    return [*history["loss"], *history["accuracy"], *map(np.array, model.variables)]
+
+
+def assert_equal(results, expected):
+    for value, other in zip(results, expected, strict=True):
+        np.testing.assert_allclose(value, other, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def is_tile(size, shape):
+    return np.prod(size[1:]) < np.prod(shape)
+
+
+STRIPS = ("convolutions", "volumes")
+"""Networks whose longest segment has strips that carry their halo rows."""
+
+
+@pytest.mark.parametrize("name, halo", [*((name, "recompute") for name in NETS), *((name, "carry") for name in STRIPS)])
+def test_tiles_of_files_train_as_arrays_in_memory(tmp_path, reads, name, halo):
+    net, shape = NETS[name]
+    images, masks = pixels(0, 3, *shape), labels(1, 3, *shape[:-1])
+    expected = trained(make_model(net, shape), images, masks)
+    x, y = write_images(tmp_path, "zarr", images), write_images(tmp_path, "zarr", masks, "mask")
+    model = make_model(net, shape, reader("zarr", images), reader("zarr", masks))
+    grid = (3, 1) if halo == "carry" else (2, 2)
+    callback = tflms_sft.SFT(grid if len(shape) == 3 else (*grid, 1), halo=halo, verbose=0)
+    assert_equal(trained(model, x, y, [callback]), expected)
+    assert callback.plan.segments
+    image_reads = [size for size in reads if len(size) == len(shape) + 1]
+    assert image_reads and all(is_tile(size, shape) for size in image_reads)
+    mask_reads = [size for size in reads if len(size) == len(shape)]
+    assert mask_reads and all(is_tile(size, shape[:-1]) for size in mask_reads)
+
+
+def test_plain_training_reads_whole_images(tmp_path, reads):
+    net, shape = NETS["convolutions"]
+    images, masks = pixels(0, 3, *shape), labels(1, 3, *shape[:-1])
+    x, y = write_images(tmp_path, "zarr", images), write_images(tmp_path, "zarr", masks, "mask")
+    model = make_model(net, shape, reader("zarr", images), reader("zarr", masks))
+    assert_equal(trained(model, x, y), trained(make_model(net, shape), images, masks))
+    assert set(reads) == {(1, *shape), (1, *shape[:-1])}
+    assert len(reads) == 6  # The loss and the metric share a read.

@@ -1,0 +1,250 @@
+"""Opens images in files: zarr, TIFF, slides, NIfTI, HDF5 and NumPy.
+
+Each format is read by its usual library, which is imported when the first such file is opened.
+"""
+
+from __future__ import annotations
+
+import importlib
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tflms_sft._sources.source import Region, Source
+
+__all__: list[str] = []
+
+PACKAGES = {
+    "zarr": ("zarr",),
+    "tiff": ("tifffile", "zarr"),
+    "openslide": ("openslide",),
+    "nifti": ("nibabel",),
+    "hdf5": ("h5py",),
+    "numpy": ("numpy",),
+}
+"""Packages that each format requires."""
+
+FORMATS = tuple(PACKAGES)
+
+Fingerprint = tuple[int, ...]
+"""Size, modification time and number of a file."""
+
+
+def fingerprint(path: str) -> Fingerprint:
+    """Return numbers that differ after a change of a file; of a zarr array, those of its metadata file.
+
+    Raises:
+        OSError: If there is no such file.
+    """
+    metadata = (Path(path, name) for name in ("zarr.json", ".zarray", ".zgroup"))
+    status = os.stat(next(filter(Path.exists, metadata), path))
+    return (status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+def check_packages(image_format: str) -> None:
+    """Import the packages of a format.
+
+    Raises:
+        ImportError: With the command that installs them.
+    """
+    for package in PACKAGES[image_format]:
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            raise ImportError(
+                f"Images of format {image_format!r} require the package `{package}`. Received: {error}. "
+                f'Install it with `pip install "tflms-sft[{image_format}]"`.'
+            ) from error
+
+
+class ArraySource:
+    """An array that yields regions by indexing.
+
+    Args:
+        array: An array with a shape, a dtype and `__getitem__`.
+        after_read: Called after each read.
+    """
+
+    def __init__(self, array: Any, after_read: Callable[[], object] | None = None) -> None:
+        self._array = array
+        self._after_read = after_read
+        self.shape = tuple(map(int, array.shape))
+        self.dtype = np.dtype(array.dtype)
+
+    def __getitem__(self, region: Region) -> np.ndarray:
+        """Return a copy of a region."""
+        result = np.array(self._array[region])
+        if self._after_read is not None:
+            self._after_read()
+        return result
+
+
+class ZarrSource(ArraySource):
+    """A zarr array, version 2 or 3.
+
+    Args:
+        array: The array.
+        fills_missing: Whether chunks without a file hold the fill value; otherwise they are an error.
+    """
+
+    def __init__(self, array: Any, fills_missing: bool) -> None:
+        super().__init__(array)
+        place = array.store_path
+        self._root = None if fills_missing else Path(place.store.root) / place.path
+
+    def __getitem__(self, region: Region) -> np.ndarray:
+        """Return a region.
+
+        Raises:
+            FileNotFoundError: If a chunk of it is missing.
+        """
+        if self._root is not None:
+            for path in self._chunks(self._root, region):
+                if not path.exists():
+                    raise FileNotFoundError(
+                        f"the chunk `{path.relative_to(self._root)}` is missing. Restore it, or pass "
+                        "`fill_missing_chunks=True` if chunks that hold only the fill value were not written"
+                    )
+        return super().__getitem__(region)
+
+    def _chunks(self, root: Path, region: Region) -> Iterator[Path]:
+        """Yield the files that hold the numbers of a region."""
+        sizes = self._array.shards or self._array.chunks
+        places = [range(s.start // size, -(-s.stop // size)) for s, size in zip(region, sizes, strict=True)]
+        for place in np.ndindex(*map(len, places)):
+            key = [indices[number] for indices, number in zip(places, place, strict=True)]
+            yield root / self._array.metadata.encode_chunk_key(tuple(key))
+
+
+class SlideSource:
+    """A level of a whole-slide image in RGB.
+
+    Args:
+        slide: The slide.
+        level: Its level.
+
+    Raises:
+        ValueError: If the slide has no such level, or the level's reduction is no integer: tiles would not fit.
+    """
+
+    dtype = np.dtype(np.uint8)
+
+    def __init__(self, slide: Any, level: int) -> None:
+        if level >= slide.level_count:
+            raise ValueError(f"it has {slide.level_count} levels, not a level {level}")
+        width, height = slide.level_dimensions[level]
+        self.shape = (height, width, 3)
+        reductions = [full / size for full, size in zip(slide.dimensions, (width, height), strict=True)]
+        self._reduction = round(reductions[0])
+        if any(reduction != self._reduction for reduction in reductions):
+            raise ValueError(
+                f"level {level} is reduced by {reductions[0]:.6g} and {reductions[1]:.6g}, and regions of it cannot be "
+                "read exactly. Choose another level, or convert it to zarr"
+            )
+        self._slide = slide
+        self._level = level
+
+    def __getitem__(self, region: Region) -> np.ndarray:
+        """Return a region."""
+        rows, columns, channels = region
+        corner = (columns.start * self._reduction, rows.start * self._reduction)
+        size = (columns.stop - columns.start, rows.stop - rows.start)
+        return np.asarray(self._slide.read_region(corner, self._level, size))[..., :3][..., channels]
+
+
+def open_zarr(path: str, array: str | None, level: int, fills_missing: bool) -> Source:
+    """Open a zarr array, or one of a group: the array named, or the level of a pyramid."""
+    import zarr
+
+    node = zarr.open(path, mode="r", path=array)
+    if isinstance(node, zarr.Group):
+        node = node[str(level)]
+    return ZarrSource(node, fills_missing)
+
+
+def open_tiff(path: str, array: str | None, level: int, fills_missing: bool) -> Source:
+    """Open a series of a TIFF file, at a level of its pyramid."""
+    import tifffile
+    import zarr
+
+    del fills_missing
+    with tifffile.TiffFile(path) as tiff:
+        series = tiff.series[int(array or 0)]
+        if level >= len(series.levels):
+            raise ValueError(f"it has {len(series.levels)} levels, not a level {level}")
+        _check_length(path, series.levels[level].pages)
+    store = tifffile.imread(path, series=int(array or 0), level=level, aszarr=True)
+    source = ArraySource(zarr.open(store, mode="r"))
+    weakref.finalize(source, store.close)
+    return source
+
+
+def _check_length(path: str, pages: Sequence[Any]) -> None:
+    """Refuse a truncated file, whose missing tiles the library would fill with zeros."""
+    length = os.path.getsize(path)
+    for page in pages:
+        ends = [begin + size for begin, size in zip(page.dataoffsets, page.databytecounts, strict=True)]
+        if max(ends, default=0) > length:
+            raise OSError(f"it is truncated: it has {length} bytes, and its image ends at {max(ends)}")
+
+
+def open_slide(path: str, array: str | None, level: int, fills_missing: bool) -> Source:
+    """Open a level of a whole-slide image."""
+    import openslide
+
+    del array, fills_missing
+    return SlideSource(openslide.OpenSlide(path), level)
+
+
+def open_nifti(path: str, array: str | None, level: int, fills_missing: bool) -> Source:
+    """Open a volume; its numbers are scaled as the header says."""
+    import nibabel
+
+    del array, level, fills_missing
+    if path.endswith(".gz"):
+        raise ValueError("a compressed file cannot be read in parts. Decompress it with `gunzip --keep`")
+    volume: Any = nibabel.load(path, mmap=False).dataobj  # type: ignore[attr-defined]
+    source = ArraySource(volume)
+    if (volume.slope, volume.inter) != (1.0, 0.0):
+        source.dtype = np.dtype(np.float64)  # The type of scaled numbers.
+    return source
+
+
+def open_hdf5(path: str, array: str | None, level: int, fills_missing: bool) -> Source:
+    """Open a dataset of an HDF5 file: the one named, or the only one."""
+    import h5py  # type: ignore[import-untyped]
+
+    del level, fills_missing
+    file = h5py.File(path, "r")
+    names: list[str] = [array] if array else []
+    if not names:
+        file.visititems(lambda name, node: names.append(name) if isinstance(node, h5py.Dataset) else None)
+    if len(names) != 1:
+        raise ValueError(f"it holds {len(names)} datasets: {', '.join(names[:5])}. Pass the name of one as `array`")
+    return ArraySource(file[names[0]])
+
+
+def open_numpy(path: str, array: str | None, level: int, fills_missing: bool) -> Source:
+    """Open an array of an `.npy` file. Its pages are released after each read: they would count as memory."""
+    del array, level, fills_missing
+    pages: Any = np.load(path, mmap_mode="r", allow_pickle=False)
+    if not isinstance(pages, np.memmap):
+        raise ValueError("it holds no array. Expected an `.npy` file, which `numpy.save` writes")
+    mapping: Any = pages._mmap  # type: ignore[attr-defined]  # Nothing public releases pages.
+    return ArraySource(pages, lambda: mapping.madvise(mmap.MADV_DONTNEED))
+
+
+OPENERS: dict[str, Callable[[str, str | None, int, bool], Source]] = {
+    "zarr": open_zarr,
+    "tiff": open_tiff,
+    "openslide": open_slide,
+    "nifti": open_nifti,
+    "hdf5": open_hdf5,
+    "numpy": open_numpy,
+}
+"""Functions that open a file. Arguments: path, name of an array, level, whether missing chunks hold the fill value."""

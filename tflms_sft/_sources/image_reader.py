@@ -1,0 +1,155 @@
+"""The layer that reads images from files."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from rewriters.ir.region_reads import read_images
+from tflms_sft._sources.formats import FORMATS, OPENERS, Fingerprint, check_packages, fingerprint
+from tflms_sft._sources.region_reads import ImageSpec, RegionReads
+from tflms_sft._sources.source import Source
+
+__all__ = ["ImageReader"]
+
+REMOTE = "://"
+
+MEMO = "_tflms_sft_images"
+"""Attribute of a graph: its images by reader and keys."""
+
+
+@keras.saving.register_keras_serializable("tflms_sft")
+class ImageReader(keras.layers.Layer):
+    """A Keras layer that reads images from files, by tiles if the step is rewritten.
+
+    The input of the layer are paths, one for each image of a batch, or indices of `paths`. Without rewriting, the layer
+    reads whole images. With a budget, each iteration of a tile loop reads its own tile, halo included, while the
+    previous tile is computed, so that no image is whole in memory.
+
+        reader = tflms_sft.ImageReader("zarr", shape=(65536, 65536, 3), dtype="uint8")
+        paths = keras.Input((), dtype="string")
+        x = keras.layers.Rescaling(1 / 255)(reader(paths))
+
+    Args:
+        source: Format of the files: `"zarr"` (versions 2 and 3), `"tiff"` (pyramids too), `"openslide"`, `"nifti"`,
+            `"hdf5"` or `"numpy"`. Otherwise a function that opens a path and returns an object with `shape`, `dtype`
+            and `__getitem__`, which receives a slice for each dimension.
+        shape: Shape of each image, for instance `(height, width, channels)`.
+        dtype: Type of its numbers.
+        paths: Paths of all images, if the inputs are indices.
+        array: Name of the array in a zarr group or HDF5 file; number of the series of a TIFF file.
+        level: Level of a pyramid, 0 for full resolution.
+        axes: Dimension of the file for each dimension of the image, such as `(1, 2, 0)` for a file with channels first.
+            Other dimensions of the file must have the size 1. Default: those of the image, where a file without
+            channels is an image with one channel.
+        fill_missing_chunks: Whether zarr chunks without a file hold the fill value, as zarr writes them by default;
+            otherwise they are an error.
+        name: Name of the layer.
+
+    Raises:
+        ValueError: For an unknown format or an invalid shape, type or order of axes.
+        ImportError: If the package of the format is not installed.
+
+    An image that cannot be read raises `ImageReadError` in a rewritten step, and TensorFlow's `UnknownError` with the
+    same message otherwise.
+    """
+
+    def __init__(
+        self,
+        source: str | Callable[[str], Source],
+        shape: Sequence[int],
+        dtype: str = "uint8",
+        *,
+        paths: Sequence[str] | None = None,
+        array: str | None = None,
+        level: int = 0,
+        axes: Sequence[int] | None = None,
+        fill_missing_chunks: bool = False,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name=name, dtype=dtype, trainable=False)
+        self.supports_jit = False
+        if isinstance(source, str):
+            if source not in FORMATS:
+                raise ValueError(f"Unknown `source`. Received: {source!r}. Expected one of {FORMATS}, or a function.")
+            check_packages(source)
+        elif not callable(source):
+            raise ValueError(f"`source` must be a format or a function. Received: source={source!r}.")
+        self.image_shape = tuple(int(size) for size in shape)
+        if len(self.image_shape) < 2 or any(size < 1 for size in self.image_shape):
+            raise ValueError(f"`shape` must have at least two positive sizes. Received: shape={shape!r}.")
+        if axes is not None and (len(axes) != len(self.image_shape) or len({*axes}) != len(axes) or min(axes) < 0):
+            raise ValueError(
+                f"`axes` must name another dimension of the file for each dimension of the image. Received: "
+                f"axes={axes!r} and shape={shape!r}."
+            )
+        self.source = source
+        self.paths = None if paths is None else [str(path) for path in paths]
+        self._options: dict[str, Any] = {"array": array, "level": level, "fill_missing_chunks": fill_missing_chunks}
+        self._axes = None if axes is None else tuple(axes)
+        numbers = np.dtype(tf.as_dtype(dtype).as_numpy_dtype)
+        spec = ImageSpec(self._open, self._fingerprint, self.image_shape, numbers, self._axes)
+        self._reads = RegionReads(spec, self.paths)
+        # TensorFlow refers to the function of an op weakly.
+        self._read = functools.partial(self._reads)
+
+    def _open(self, path: str) -> Source:
+        if callable(self.source):
+            return self.source(path)
+        options = self._options
+        return OPENERS[self.source](path, options["array"], options["level"], options["fill_missing_chunks"])
+
+    def _fingerprint(self, path: str) -> Fingerprint:
+        if callable(self.source):
+            return ()  # The user's function decides what a path is.
+        if REMOTE in path:
+            raise ValueError("remote files are not read. Copy it to a local disk")
+        return fingerprint(path)
+
+    def call(self, keys: Any) -> Any:
+        """Return the images of a batch.
+
+        Args:
+            keys: Paths or indices, of shape `(batch,)`.
+        """
+        is_text = self.paths is None
+        if (keys.dtype == tf.string) != is_text:
+            expected = "strings with paths" if is_text else "integers, indices of `paths`"
+            raise ValueError(f"The input of `{self.name}` must be {expected}. Received: dtype={keys.dtype.name!r}.")
+        if tf.executing_eagerly():
+            return self._images(keys)
+        # A loss and a metric read the same labels.
+        images: dict[Any, Any] = getattr(keys.graph, MEMO, {})
+        setattr(keys.graph, MEMO, images)
+        place = (id(self), keys.ref())
+        if place not in images:
+            images[place] = self._images(keys)
+        return images[place]
+
+    def _images(self, keys: Any) -> Any:
+        keys = tf.reshape(keys if self.paths is None else tf.cast(keys, tf.int64), [-1])
+        return read_images(self._read, keys, self.image_shape, self.compute_dtype)
+
+    def compute_output_spec(self, keys: Any) -> keras.KerasTensor:
+        """Return shape and type of a batch of images.
+
+        Args:
+            keys: Symbolic paths or indices.
+        """
+        return keras.KerasTensor((keys.shape[0], *self.image_shape), self.compute_dtype)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments.
+
+        Raises:
+            ValueError: If `source` is a function, which cannot be saved.
+        """
+        if callable(self.source):
+            raise ValueError(f"`{self.name}` cannot be saved: its `source` is a function. Expected a format.")
+        arguments = {"source": self.source, "shape": self.image_shape, "dtype": self.compute_dtype, "name": self.name}
+        return {**arguments, "paths": self.paths, "axes": self._axes, **self._options}

@@ -1,0 +1,244 @@
+"""Reads regions of images, each of them while the previous one is used."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tflms_sft._sources.formats import Fingerprint
+from tflms_sft._sources.source import ImageReadError, Region, Source
+
+__all__: list[str] = []
+
+MAX_OPEN_IMAGES = 16
+"""Images that stay open, those used last."""
+
+
+_errors: collections.deque[ImageReadError] = collections.deque(maxlen=1)
+"""The latest error of a read."""
+
+
+@contextlib.contextmanager
+def read_errors() -> Iterator[None]:
+    """Raise the `ImageReadError` of a read, which TensorFlow reports as an error of its own."""
+    _errors.clear()
+    try:
+        yield
+    except tf.errors.OpError:
+        if not _errors:
+            raise
+        error = _errors.pop()
+        raise error from error.__cause__
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageSpec:
+    """Images that a reader expects.
+
+    Attributes:
+        open: Opens a file.
+        fingerprint: Returns the state of a file, which differs after a change.
+        shape: Shape of an image.
+        dtype: Type of its numbers.
+        axes: Dimension of the file for each dimension of the image; `None` for equal dimensions.
+    """
+
+    open: Callable[[str], Source]
+    fingerprint: Callable[[str], Fingerprint]
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    axes: tuple[int, ...] | None = None
+
+    def check(self, source: Source) -> tuple[int | None, ...]:
+        """Return the dimension of a file for each dimension of the image; `None` for channels that the file lacks.
+
+        Raises:
+            ValueError: If the file has another shape or type.
+        """
+        if source.dtype != self.dtype:
+            remedy = f"Pass dtype={str(source.dtype)!r}"
+            raise ValueError(f"it has numbers of type {source.dtype}, expected {self.dtype}. {remedy}")
+        rank = len(source.shape)
+        axes: tuple[int | None, ...] = self.axes or tuple(range(rank))
+        if self.axes is None and self.shape == (*source.shape, 1):
+            axes = (*axes, None)
+        shape = tuple(1 if axis is None else source.shape[axis] for axis in axes if axis is None or axis < rank)
+        ignored = [size for axis, size in enumerate(source.shape) if axis not in axes]
+        if shape != self.shape or any(size != 1 for size in ignored):
+            permuted = sorted(source.shape) == sorted(self.shape) and self.axes is None
+            remedy = "Pass the order of its dimensions as `axes`" if permuted else "Make a reader for each shape"
+            raise ValueError(f"it has the shape {source.shape}, expected {self.shape}. {remedy}")
+        return axes
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenImage:
+    """An image that is open.
+
+    Attributes:
+        source: Its file.
+        axes: Dimension of the file for each dimension of the image.
+        fingerprint: State of the file when it was opened.
+    """
+
+    source: Source
+    axes: tuple[int | None, ...]
+    fingerprint: Fingerprint
+
+    def read(self, region: Region) -> np.ndarray:
+        """Return a region."""
+        places = {axis: part for axis, part in zip(self.axes, region, strict=True) if axis is not None}
+        rank = len(self.source.shape)
+        values = np.asarray(self.source[tuple(places.get(axis, slice(0, 1)) for axis in range(rank))])
+        order = [axis for axis in self.axes if axis is not None]
+        order += [axis for axis in range(rank) if axis not in places]
+        return values.transpose(order).reshape([part.stop - part.start for part in region])
+
+
+class _ReadAhead:
+    """A region that a thread reads.
+
+    Attributes:
+        begin: First position along each dimension.
+        size: Size along each dimension.
+    """
+
+    def __init__(self, read: Callable[[], np.ndarray], begin: np.ndarray, size: np.ndarray) -> None:
+        self.begin, self.size = tuple(begin), tuple(size)
+        self._read = read
+        self._values: np.ndarray | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="tflms-sft read ahead", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._values = self._read()
+        except BaseException as error:  # Raised again for whoever needs the region.
+            self._error = error
+
+    def result(self) -> np.ndarray:
+        """Return the region when it has been read.
+
+        Raises:
+            ImageReadError: If it cannot be read.
+        """
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        assert self._values is not None
+        return self._values
+
+
+class RegionReads:
+    """Reads regions of batches of images, for `rewriters.ir.region_reads.read_images`.
+
+    While a region is used, a thread reads the next one. No more than these two are in memory.
+
+    Args:
+        spec: Images that are expected.
+        paths: Files by index; `None` if the keys are paths.
+
+    """
+
+    def __init__(self, spec: ImageSpec, paths: Sequence[str] | None) -> None:
+        self._spec = spec
+        self._paths = paths
+        self._lock = threading.Lock()
+        self._images: collections.OrderedDict[str, OpenImage] = collections.OrderedDict()
+        self._ahead: dict[tuple[Any, ...], _ReadAhead] = {}
+
+    def __call__(
+        self, keys: np.ndarray, begin: np.ndarray, size: np.ndarray, next_begin: np.ndarray, next_size: np.ndarray
+    ) -> np.ndarray:
+        """Return a region, and begin to read the next one.
+
+        Args:
+            keys: Path or index of each image.
+            begin: First position along each dimension, the batch first.
+            size: Size along each dimension.
+            next_begin: Begin of the next region.
+            next_size: Its size, with a 0 if there is none.
+
+        Raises:
+            ImageReadError: If the region cannot be read.
+        """
+        try:
+            images = tuple(keys.tolist())
+            values = self._take(images, begin, size)
+            if np.all(next_size):
+                begin, size = next_begin.copy(), next_size.copy()
+                with self._lock:
+                    self._ahead[images] = _ReadAhead(lambda: self._read(images, begin, size), begin, size)
+            return values
+        except ImageReadError as error:
+            _errors.append(error)
+            raise
+
+    def _take(self, images: tuple[Any, ...], begin: np.ndarray, size: np.ndarray) -> np.ndarray:
+        """Return a region, which may have been read ahead."""
+        with self._lock:
+            ahead = self._ahead.pop(images, None)
+            if ahead is None:
+                self._ahead.clear()  # Those of a step that ended early.
+        if ahead is not None and (ahead.begin, ahead.size) == (tuple(begin), tuple(size)):
+            return ahead.result()
+        return self._read(images, begin, size)
+
+    def _read(self, images: tuple[Any, ...], begin: np.ndarray, size: np.ndarray) -> np.ndarray:
+        (first, *corner), (count, *sizes) = begin.tolist(), size.tolist()
+        region = tuple(slice(start, start + length) for start, length in zip(corner, sizes, strict=True))
+        paths = [self._path(key) for key in images[first : first + count]]
+        if len(paths) == 1:
+            return self._read_image(paths[0], region)[None]
+        result = np.empty([count, *sizes], self._spec.dtype)
+        for number, path in enumerate(paths):
+            result[number] = self._read_image(path, region)
+        return result
+
+    def _path(self, key: Any) -> str:
+        if self._paths is None:
+            return key.decode() if isinstance(key, bytes) else str(key)
+        if not 0 <= int(key) < len(self._paths):
+            raise ImageReadError(f"There is no image {key}. Expected: an index below {len(self._paths)}.")
+        return self._paths[int(key)]
+
+    def _read_image(self, path: str, region: Region) -> np.ndarray:
+        try:
+            image = self._opened(path)
+            return image.read(region)
+        except Exception as error:
+            with self._lock:
+                self._images.pop(path, None)  # A repaired file is opened again.
+            place = ", ".join(f"{part.start}:{part.stop}" for part in region)
+            reason = str(error) or type(error).__name__
+            raise ImageReadError(
+                f"Cannot read the region [{place}] of the image `{path}`: {reason}. Repair the file, or remove it from "
+                "the dataset; weights are as before the step."
+            ) from error
+
+    def _opened(self, path: str) -> OpenImage:
+        """Return an image that is open, opened now if necessary.
+
+        Raises:
+            OSError: If the file has changed since it was opened.
+        """
+        state = self._spec.fingerprint(path)
+        with self._lock:
+            image = self._images.get(path)
+            if image is None:
+                source = self._spec.open(path)
+                image = self._images[path] = OpenImage(source, self._spec.check(source), state)
+                if len(self._images) > MAX_OPEN_IMAGES:
+                    self._images.popitem(last=False)
+            self._images.move_to_end(path)
+        if image.fingerprint != state:
+            raise OSError("the file has changed since it was opened")
+        return image
