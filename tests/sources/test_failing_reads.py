@@ -98,7 +98,7 @@ def test_error_names_the_file_and_training_continues_after_a_repair(tmp_path):
     chunk = tmp_path / "image1.zarr" / "c" / "2" / "2" / "0"
     content = chunk.read_bytes()
     chunk.unlink()
-    callback = tflms_sft.MemoryBudget("3MiB", verbose=0)
+    callback = tflms_sft.SFT((2, 2), verbose=0)
     with pytest.raises(tflms_sft.ImageReadError, match=f"`{x[1]}`: the chunk `c/2/2/0` is missing"):
         train_once(model, x, y, callback)
     for thread in threads_ahead():

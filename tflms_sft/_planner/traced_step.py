@@ -22,6 +22,8 @@ from rewriters.estimates.op_cost import NOMINAL, CostModel, MachineRates, sum_in
 from rewriters.estimates.unmodelled import unmodelled
 from rewriters.ir import tf_internals
 from rewriters.ir.graph import Graph, Node, Tensor
+from rewriters.ir.graph_pass import run_pass
+from rewriters.scheduling.updates_after_reads import RunUpdatesAfterReads
 from rewriters.tiling.ft_segments import SkippedOps
 from rewriters.tiling.segment import Segment
 from rewriters.tiling.tile_planner import TileLoop
@@ -356,7 +358,7 @@ def emit_and_describe(
         budget: Bytes, if the plan was made for a budget.
     """
     analysis = traced.analysis
-    graph = tile_segments(analysis, plans) if plans else analysis.graph
+    graph = tile_segments(analysis, plans) if plans else run_pass(RunUpdatesAfterReads(()), analysis.graph).graph
     names = display_names(analysis.graph, traced.record)
     # For a budget, predict as the search did: by a skeleton, and for every state of the device's memory.
     # Otherwise memory is assumed to be fresh.
