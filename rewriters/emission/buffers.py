@@ -97,7 +97,7 @@ class DeviceBuffer:
         value = tf.raw_ops.StridedSlice(
             input=self.handle, begin=begin, end=end, strides=[1] * len(region), **_masks(region)
         )
-        dims = [dim if span is None else _static(span[1]) for span, dim in zip(region, self.handle.shape, strict=True)]
+        dims = [dim if span is None else static(span[1]) for span, dim in zip(region, self.handle.shape, strict=True)]
         value.set_shape(dims)
         return value
 
@@ -185,7 +185,8 @@ class RowView:
         return tf.reshape(matrix, stacked(self._shape))
 
 
-def _static(size: Any) -> int | None:
+def static(size: Any) -> int | None:
+    """Return an integer size; `None` for a tensor."""
     return size if isinstance(size, int) else None
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from rewriters.emission.buffers import Span, corner_and_size
+from rewriters.emission.buffers import Span, corner_and_size, static
 from rewriters.ir import tf_internals
 from rewriters.ir.graph import Tensor
 
@@ -32,6 +32,5 @@ def read_region(tensor: Tensor, keys: Any, batch: Any, spans: Sequence[Span], fo
     corners = [*corner_and_size(spans, [batch, *shape[1:]]), *corner_and_size(following, [batch, *shape[1:]])]
     operands = [tf.cast(vector, tf.int64) for vector in corners]
     (value,) = tf_internals.create_op(node.op, [keys, *operands], [tensor.dtype], node.attrs, node.name, "")
-    sizes = [size if span is None else span[1] for span, size in zip(spans, shape, strict=True)]
-    value.set_shape([size if isinstance(size, int) else None for size in sizes])
+    value.set_shape([size if span is None else static(span[1]) for span, size in zip(spans, shape, strict=True)])
     return value

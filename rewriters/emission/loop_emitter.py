@@ -14,15 +14,22 @@ from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.device.kernel_audit import reads_gpu_memory
 from rewriters.device.kernel_scratch import ConcurrencyGroup
 from rewriters.device.properties import forwards_input_buffer, may_fuse_with_consumer
-from rewriters.emission.buffers import DeviceBuffer, Span, host_scalar, stacked
+from rewriters.emission.buffers import DeviceBuffer, Span, corner_and_size, host_scalar, stacked, static
 from rewriters.emission.file_reads import read_region
 from rewriters.emission.loop_outputs import LoopOutput, MergedMoments, ReductionOutput, ScatterAddOutput, TiledOutput
-from rewriters.emission.loop_tensors import BATCH_DIM, batch_source, loop_input_tensors, loop_output_tensors
+from rewriters.emission.loop_tensors import (
+    BATCH_DIM,
+    batch_source,
+    loop_input_tensors,
+    loop_operand,
+    loop_output_tensors,
+    repeated_number,
+)
 from rewriters.emission.row_carries import CarriedState, SavedState, finish_gradient_rows, joined, received
 from rewriters.emission.while_loop import emit_while_loop
 from rewriters.ir import tf_internals
 from rewriters.ir.graph import Node, Tensor
-from rewriters.ir.region_reads import is_region_read, loop_operand
+from rewriters.ir.region_reads import is_region_read
 from rewriters.rules.intervals import CropPad, Interval, fit
 from rewriters.rules.registry import TileKind, find_rule
 from rewriters.tiling.row_frontiers import CarriedRows
@@ -62,7 +69,6 @@ class LoopEmitter:
         batch: Batch size, an integer or a scalar tensor.
         batch_tiles: Number of tiles along the batch, an integer or a scalar tensor.
         num_iterations: Number of tiles, an integer or a scalar tensor.
-        images: Keys of the images in files that the loop slices.
     """
 
     def __init__(
@@ -72,8 +78,6 @@ class LoopEmitter:
         self.segment = segment
         self.tile_loop = tile_loop
         self.outer = {tensor: self._sliceable(tensor, value) for tensor, value in outer.items()}
-        # Images in files have the batch size of their keys.
-        self.images = {tensor: outer[loop_operand(tensor)] for tensor in tile_loop.reads if is_region_read(tensor.node)}
         self.batch = self._batch_size()
         self.batch_tiles = 1 if tile_loop.grid.batch == 1 else tf.minimum(tile_loop.grid.batch, self.batch)
         self.num_iterations = self.batch_tiles * int(np.prod(tile_loop.grid.spatial))
@@ -307,11 +311,15 @@ class IterationEmitter:
     def value(self, tensor: Tensor) -> Any:
         """Return the rows of a tensor that the iteration holds; slice a full-size tensor when first needed."""
         if tensor not in self.values and tensor in self.tile_loop.reads:
-            value = self._read(tensor) if is_region_read(tensor.node) else self._sliced(tensor)
-            self.values[tensor] = self._counted_once(tensor, value)
+            self.values[tensor] = self._counted_once(tensor, self._sliced(tensor))
         return self.values[tensor]
 
     def _sliced(self, tensor: Tensor) -> Any:
+        """Return the region of an image of full size, of one in a file, or of one that repeats a single number."""
+        if is_region_read(tensor.node):
+            return self._read(tensor)
+        if repeated_number(tensor) is not None:
+            return self._filled(tensor)
         buffer = DeviceBuffer(self._outer(tensor, self._consumers.get(tensor, ())))
         value = buffer.read(self.spans(tensor, self.tile_loop.regions[tensor]), shared=True)
         return value if value.dtype == tensor.dtype else tf.bitcast(value, tensor.dtype)
@@ -326,7 +334,20 @@ class IterationEmitter:
         ]
         batch, images = self.loop.batch, following[BATCH_DIM]
         following[BATCH_DIM] = (0, batch * exists) if images is None else images
-        return read_region(tensor, self.loop.images[tensor], batch, self.spans(tensor, region), following)
+        keys = self.loop.outer[loop_operand(tensor)]
+        return read_region(tensor, keys, batch, self.spans(tensor, region), following)
+
+    def _filled(self, tensor: Tensor) -> Any:
+        """Repeat a number over the region of an image."""
+        assert tensor.shape is not None
+        spans = self.spans(tensor, self.tile_loop.regions[tensor])
+        _, sizes = corner_and_size(spans, [self.loop.batch, *tensor.shape[1:]])
+        number = self._outer(loop_operand(tensor), self._consumers.get(tensor, ()))
+        value = tf.fill(sizes, tf.reshape(number, []))
+        value.set_shape(
+            [size if span is None else static(span[1]) for span, size in zip(spans, tensor.shape, strict=True)]
+        )
+        return value
 
     def batch_span(self) -> Span:
         """Return the span of the batch that the iteration covers; `None` for the full batch."""

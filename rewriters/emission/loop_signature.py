@@ -54,7 +54,8 @@ def segment_signature(analysis: GraphAnalysis, segment: Segment) -> Hashable:
     body = tuple(tuple(map(hasher.operation, nodes)) for nodes in (segment.forward, segment.backward))
     ends = (segment.entries, segment.exits, segment.grad_entries, segment.grad_exits, segment.reductions)
     numbers = tuple(tuple(map(hasher.number, tensors)) for tensors in ends)
-    return (segment.one_loop, body, numbers, hasher.tensors())
+    sums = tuple(hasher.number(node.out()) for node in segment.sums)
+    return (segment.one_loop, body, numbers, sums, hasher.tensors())
 
 
 class StructuralHasher:

@@ -1,9 +1,14 @@
-"""Tensors that a loop receives and computes, in the order of the traced function's arguments and results."""
+"""Tensors that a loop receives and computes, in the order of the traced function's arguments and results.
+
+Most images that a loop slices are arguments of full size. There are two exceptions, of which an iteration makes its own
+slice: images in files, and images that repeat a single number, as the gradient of a mean does.
+"""
 
 from __future__ import annotations
 
 from rewriters.ir.graph import Tensor
-from rewriters.ir.region_reads import loop_operand
+from rewriters.ir.op_traits import Trait, ops_with, traits_of
+from rewriters.ir.region_reads import is_region_read
 from rewriters.tiling.segment import Segment
 from rewriters.tiling.tile_planner import TileLoop
 
@@ -11,11 +16,32 @@ __all__: list[str] = []
 
 BATCH_DIM = 0
 
+_ALIASES = ops_with(Trait.FORWARDS_BUFFER)
+_REPEATS = ops_with(Trait.REPEATS)
+
+
+def loop_operand(tensor: Tensor) -> Tensor:
+    """Return the tensor that a loop receives in order to slice an image: keys of files, a number, or the image."""
+    if is_region_read(tensor.node):
+        return tensor.node.inputs[0]
+    return repeated_number(tensor) or tensor
+
+
+def repeated_number(tensor: Tensor) -> Tensor | None:
+    """Return the tensor with a single entry that an image repeats; `None` for any other image."""
+    node = tensor.node
+    while node.op in _ALIASES and node.inputs[0].dtype == tensor.dtype:
+        node = node.inputs[0].node
+    if node.op not in _REPEATS:
+        return None
+    (value,) = (operand for position, operand in enumerate(node.inputs) if position != traits_of(node.op).shape_operand)
+    return value if value.shape is not None and all(size == 1 for size in value.shape) else None
+
 
 def loop_input_tensors(tile_loop: TileLoop, segment: Segment) -> list[Tensor]:
     """Return the tensors that a loop receives, in the order of the traced function's arguments.
 
-    They have full size, except for images in files, of which a loop that slices them receives the keys.
+    Images that are sliced are replaced by their `loop_operand`.
     """
     source = batch_source(tile_loop, segment)
     batch = [] if source is None else [source]
@@ -28,7 +54,7 @@ def batch_source(tile_loop: TileLoop, segment: Segment) -> Tensor | None:
     """Return a tensor whose leading dimension is the run-time batch size; `None` if no image enters the loop."""
     # The loop's own operands come first: entries of another device may have another batch size.
     for candidates in (tile_loop.reads, segment.entries):
-        shaped = [(t.shape[BATCH_DIM], t) for t in candidates if t.shape]
+        shaped = [(t.shape[BATCH_DIM], t) for t in candidates if t.shape and repeated_number(t) is None]
         unknown = [t for size, t in shaped if size is None]
         if shaped:
             return unknown[0] if unknown else max(shaped, key=lambda pair: pair[0] or 0)[1]

@@ -17,11 +17,11 @@ from rewriters.analysis.autodiff_roles import reads_shape_only
 from rewriters.analysis.graph_analysis import GraphAnalysis, require_analysed
 from rewriters.emission.loop_emitter import trace_loop
 from rewriters.emission.loop_signature import program_signature
-from rewriters.emission.loop_tensors import loop_input_tensors, loop_output_tensors
+from rewriters.emission.loop_tensors import loop_input_tensors, loop_operand, loop_output_tensors
 from rewriters.errors import RewriteError
 from rewriters.ir.graph import LOOPS, Graph, Node, Tensor, from_tf_graph
 from rewriters.ir.graph_pass import GraphPass, PassResult, run_pass
-from rewriters.ir.region_reads import is_region_read, loop_operand
+from rewriters.ir.region_reads import is_region_read
 from rewriters.ir.static_values import int_constant, type_attr
 from rewriters.scheduling.control_edges import add_edges
 from rewriters.scheduling.delay_early_ops import DelayOptimizerOps, EmittedLoop, RunUpdatesBeforeLoops
@@ -399,7 +399,7 @@ class _LoopSplicer:
         waits = [c for node in tile_loop.replaces for c in node.control_inputs if c not in inside]
         waits += [loop_operand(t).node for t in tile_loop.reads if t.node not in inside]
         if tile_loop.backward and not segment.loop_specs:
-            waits += [t.node for t in segment.grad_entries]
+            waits += [loop_operand(t).node for t in segment.grad_entries]
         return [self._copied(node) for node in dict.fromkeys(waits) if node.op != "Placeholder"]
 
     def _redirect_controls(self) -> None:

@@ -34,6 +34,7 @@ from rewriters.device.peak_memory import (
     with_delayed_frees,
     worst_kernel,
 )
+from rewriters.emission.loop_tensors import repeated_number
 from rewriters.ir.graph import PER_PIXEL, Node, Tensor
 from rewriters.ir.region_reads import NUM_BUFFERED_REGIONS, is_region_read
 from rewriters.rules.intervals import Interval, fit
@@ -241,7 +242,8 @@ class IterationModel:
             self.ends += ahead
             return value
         is_full = all(np.all(i.size == extent) for i, extent in zip(region, layout.extents(tensor), strict=True))
-        op = "Placeholder" if is_full and self.tile_loop.grid.batch == 1 else "StridedSlice"
+        is_argument = is_full and self.tile_loop.grid.batch == 1 and repeated_number(tensor) is None
+        op = "Placeholder" if is_argument else "StridedSlice"
         return self._helper(op, tensor, (), (i.size for i in region))
 
     def _add_op(self, node: Node) -> None:

@@ -57,6 +57,9 @@ class Trait(enum.Flag):
     FORWARDS_BUFFER = enum.auto()
     """With one output: the output is the buffer of operand 0 (an alias)."""
 
+    REPEATS = enum.auto()
+    """The result repeats the entries of the operand that holds no shape."""
+
     REORDERS = enum.auto()
     """The result has the entries of operand 0 in another order."""
 
@@ -317,12 +320,12 @@ OP_TRAITS: dict[str, OpTraits] = {
     "BatchToSpaceND": OpTraits(T.CONV_WRAPPER),
     "BiasAdd": OpTraits(T.IN_PLACE | T.FUSION_EPILOGUE),
     "Bitcast": OpTraits(T.FORWARDS_BUFFER),
-    "BroadcastTo": OpTraits(T.INDEX_ARITHMETIC, shape_operand=1),
+    "BroadcastTo": OpTraits(T.INDEX_ARITHMETIC | T.REPEATS, shape_operand=1),
     "ConcatV2": OpTraits(T.INDEX_ARITHMETIC),
     "CropAndResize": OpTraits(T.OWN_LEADING_SIZE),
     "EnsureShape": OpTraits(T.FORWARDS_BUFFER),
     "ExpandDims": OpTraits(T.CONV_WRAPPER | T.FORWARDS_BUFFER | T.INDEX_ARITHMETIC),
-    "Fill": OpTraits(shape_operand=0),
+    "Fill": OpTraits(T.REPEATS, shape_operand=0),
     "IdentityN": OpTraits(T.FORWARDS_BUFFER),
     "MirrorPad": OpTraits(T.PADDING),
     "Pack": OpTraits(T.INDEX_ARITHMETIC),
@@ -340,7 +343,7 @@ OP_TRAITS: dict[str, OpTraits] = {
     "Squeeze": OpTraits(T.CONV_WRAPPER | T.FORWARDS_BUFFER | T.INDEX_ARITHMETIC),
     "StridedSlice": OpTraits(T.INDEX_ARITHMETIC),
     "StridedSliceGrad": OpTraits(shape_operand=0),
-    "Tile": OpTraits(T.INDEX_ARITHMETIC, shape_operand=1),
+    "Tile": OpTraits(T.INDEX_ARITHMETIC | T.REPEATS, shape_operand=1),
     "Transpose": OpTraits(T.REORDERS | T.INDEX_ARITHMETIC),
     "Where": OpTraits(T.OWN_LEADING_SIZE),
     # Sources, variables and effects.

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from rewriters.ir import tf_internals
-from rewriters.ir.graph import Graph, Node, Tensor
+from rewriters.ir.graph import Graph, Node
 
 __all__: list[str] = []
 
@@ -55,8 +55,3 @@ def is_region_read(node: Node) -> bool:
 def region_reads(graph: Graph) -> list[Node]:
     """Return all ops of a step that read images from files."""
     return [node for node in graph.nodes.values() if is_region_read(node)]
-
-
-def loop_operand(tensor: Tensor) -> Tensor:
-    """Return the tensor that a loop receives in order to slice `tensor`: the keys, if that is read from files."""
-    return tensor.node.inputs[0] if is_region_read(tensor.node) else tensor

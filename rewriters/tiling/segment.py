@@ -48,6 +48,8 @@ class Segment:
         invariants: Tensors that every tile reads in full.
         stored: Forward tensors that are stored in full size instead of recomputed.
         one_loop: Whether one loop runs all ops, so that an iteration recomputes nothing but halos.
+        final: With one loop, the last forward ops: reductions of results over the image, such as a loss or a metric,
+            and the ops before them.
         notes: Notes for the user.
         loop_specs: With barriers, the loops in the order in which they run. All kinds are `FULL` or `INVARIANT` then.
         checkpoint_set: With barriers, the numbers of the family and of the set of checkpoints, by which a stored plan
@@ -66,52 +68,20 @@ class Segment:
     invariants: list[Tensor]
     stored: frozenset[Tensor] = frozenset()
     one_loop: bool = False
+    final: list[Node] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
     loop_specs: list[LoopSpec] = dataclasses.field(default_factory=list)
     checkpoint_set: tuple[int, int] | None = None
 
     @property
+    def sums(self) -> list[Node]:
+        """Forward ops that reduce results over the image."""
+        return [node for node in self.final if self.kinds[node.out()] is TileKind.REDUCED]
+
+    @property
     def available(self) -> set[Tensor]:
         """Forward tensors that exist in full size when the backward loop runs."""
         return set(self.entries) if self.one_loop else {*self.entries, *self.exits, *self.stored}
-
-
-def in_one_loop(analysis: GraphAnalysis, segment: Segment, excluded: set[Node]) -> Segment | None:
-    """Return a segment with one loop for its forward and its backward ops; `None` if there is none.
-
-    The incoming gradients must not depend on its results. This is true of a mean or a sum over pixels, such as a loss
-    without a network after it: the gradient of each pixel does not depend on the values of others. A mean over the
-    pixels that a mask selects divides by their number, so that the ops of the mask stay outside of the segment. They
-    are cheap: products, such as convolutions, are not left outside.
-
-    Args:
-        analysis: Analysis of the graph.
-        segment: The segment with two loops.
-        excluded: As in `build_segment`.
-    """
-    if not segment.backward or not segment.exits or segment.loop_specs:
-        return None
-    between = _between(analysis, segment)
-    if between:
-        forward = set(segment.forward)
-        sources = ancestors(between)
-        products = (node for node in forward & sources if find_rule(node).flops(analysis.view(node), 1))
-        if any(node.op in _VARIABLE_READS for node in sources) or forward <= sources or any(products):
-            return None
-        try:
-            segment = build_segment(analysis, segment.name, forward - sources, excluded)
-        except NotTileableError:
-            return None
-        if _between(analysis, segment):
-            return None
-    return dataclasses.replace(segment, one_loop=True)
-
-
-def _between(analysis: GraphAnalysis, segment: Segment) -> set[Node]:
-    """Return the ops outside through which backward ops of a segment depend on its results."""
-    nodes = {*segment.forward, *segment.backward}
-    between = nodes_between(nodes, analysis.successors, analysis.position)
-    return {node for node in between if not reads_shape_only(node) and node.op != "Const"}
 
 
 def forward_ops(analysis: GraphAnalysis, entries: Iterable[Tensor], exits: Iterable[Tensor]) -> set[Node]:

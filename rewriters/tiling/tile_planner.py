@@ -15,6 +15,7 @@ import enum
 from collections.abc import Container, Mapping, Sequence
 
 from rewriters.analysis.graph_analysis import GraphAnalysis
+from rewriters.errors import NotTileableError
 from rewriters.ir.graph import Node, Tensor
 from rewriters.rules.axis_layouts import Layouts
 from rewriters.rules.intervals import Interval, partition, whole
@@ -328,10 +329,28 @@ class TilePlanner(RowDemand):
 
     def only_loop(self, grid: Grid) -> TileLoop:
         """Plan the loop that computes exits, and gradients from the incoming ones."""
-        cells = {tensor: self.cells_of(tensor, grid) for tensor in self.segment.exits}
-        loop = self.backward_loop(grid, *self.backward_rows(grid, cells))
-        replaces = [*self.segment.forward, *self.segment.backward]
-        return dataclasses.replace(loop, writes=list(cells), cells=cells, replaces=replaces)
+        segment = self.segment
+        cells = {tensor: self.cells_of(tensor, grid) for tensor in segment.exits}
+        demand = dict(cells)
+        sums = {node: self._sum_plan(node, grid) for node in segment.sums}
+        for node, plan in sums.items():
+            self.demand_operands(node, plan, demand)
+        regions, plans = self.backward_rows(grid, demand)
+        loop = self.backward_loop(grid, regions, plans | sums)
+        replaces = [*segment.forward, *segment.backward]
+        reductions = [*(node.out() for node in sums), *segment.reductions]
+        return dataclasses.replace(loop, writes=list(cells), cells=cells, reductions=reductions, replaces=replaces)
+
+    def _sum_plan(self, node: Node, grid: Grid) -> tuple[AxisPlan, ...]:
+        """Return the plan of a reduction of results over the image, to which each pixel contributes once."""
+        view, rule = self.analysis.view(node), find_rule(node)
+        image = node.inputs[rule.summed(view)]
+        if any(tiles > rows for tiles, rows in zip(grid.spatial, self.extents(image), strict=True)):
+            raise NotTileableError("there are more tiles than rows, and a sum would count some rows twice")
+        cell = self.cells_of(image, grid)
+        return self.untiled_plan(node, grid) or tuple(
+            rule.operand_rows_for_reduction(view, axis, cell[axis]) for axis in range(len(cell))
+        )
 
     def backward_rows(
         self, grid: Grid, written: Mapping[Tensor, Region] | None = None

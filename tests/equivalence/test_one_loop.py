@@ -15,7 +15,7 @@ from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize import canonicalize
 from rewriters.emission import tile_pass
 from rewriters.tiling.ft_segments import auto_segments
-from rewriters.tiling.segment import in_one_loop
+from rewriters.tiling.one_loop import in_one_loop
 from rewriters.tiling.tile_planner import Grid
 
 SIZE, BATCH, CLASSES, STEPS = (21, 18), 3, 3, 3

@@ -22,7 +22,8 @@ from rewriters.estimates.op_cost import CostModel, sum_in_order
 from rewriters.ir.graph import Node, Tensor
 from rewriters.tiling.barrier_planner import LatestPlans
 from rewriters.tiling.checkpoint_selection import LoopSpec
-from rewriters.tiling.segment import Segment, in_one_loop
+from rewriters.tiling.one_loop import in_one_loop
+from rewriters.tiling.segment import Segment
 from rewriters.tiling.tile_planner import Grid, Halo, TileLoop
 from tflms_sft._planner.block_search import BlockChoice
 from tflms_sft._planner.tile_grids import auto_grids, coarsest_fitting, fastest, thinned

@@ -15,7 +15,7 @@ from rewriters.emission.tile_pass import SegmentPlan, plan_segment
 from rewriters.errors import NotTileableError
 from rewriters.ir.graph import Node
 from rewriters.tiling.ft_segments import SkippedOps, TileableComponent, find_components, try_segment
-from rewriters.tiling.segment import in_one_loop
+from rewriters.tiling.one_loop import in_one_loop
 from tflms_sft._planner.block_search import BlockChoice, ComponentBlocks, fastest_path, rung, target_bytes
 from tflms_sft._planner.inference_blocks import InferenceBlocks, LiveTensors
 from tflms_sft._planner.segment_tilings import LoopEstimates

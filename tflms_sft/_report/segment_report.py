@@ -128,7 +128,7 @@ def describe_segment(
     return PlannedSegment(
         name=segment.name,
         entries=shown(segment.entries),
-        exits=shown(segment.exits),
+        exits=shown([*segment.exits, *(node.out() for node in segment.sums)]),
         num_tiles=_counts(forward, batch),
         backward_num_tiles=_counts(backward, batch),
         stored=() if segment.loop_specs else shown(sorted(segment.stored, key=lambda t: t.name)),

@@ -15,6 +15,7 @@ from rewriters.emission.tile_pass import SegmentPlan, plan_segment
 from rewriters.errors import NotTileableError
 from rewriters.ir.graph import Node, Tensor
 from rewriters.tiling.ft_segments import find_components
+from rewriters.tiling.one_loop import with_final_sums
 from rewriters.tiling.segment import build_segment
 from rewriters.tiling.tile_planner import Grid, Halo
 from tflms_sft._params.swap_params import SwapParams
@@ -64,7 +65,7 @@ def _segment_recipe(position: Mapping[Node, int], plan: SegmentPlan) -> Recipe:
     segment = plan.segment
     return {
         "name": segment.name,
-        "ops": sorted(position[node] for node in segment.forward),
+        "ops": sorted(position[node] for node in segment.forward if node not in segment.final),
         "one_loop": segment.one_loop,
         "stored": _tensors(position, segment.stored),
         "checkpoints": segment.checkpoint_set,
@@ -115,5 +116,6 @@ def _chain_plan(traced: TracedStep, item: Recipe, backward_ops: set[Node]) -> Se
     stored = frozenset(order[index].out(output) for index, output in item["stored"])
     segment = build_segment(traced.analysis, item["name"], ops, backward_ops)
     segment = dataclasses.replace(segment, stored=stored, one_loop=item["one_loop"])
+    segment = with_final_sums(traced.analysis, segment) if segment.one_loop else segment
     forward, *others = _grids(item)
     return plan_segment(traced.analysis, segment, forward, others[-1] if others else None, Halo(item["halo"]))
