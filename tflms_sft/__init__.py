@@ -24,6 +24,7 @@ if typing.TYPE_CHECKING:
     from tflms_sft._rewrite.rewritten_step import RewrittenStep
     from tflms_sft._rewrite.swap_tuning import LMSParams
     from tflms_sft._sources.image_reader import ImageReader
+    from tflms_sft._sources.random_view import RandomView
     from tflms_sft._sources.reading_model import ReadingModel
     from tflms_sft._sources.source import ImageReadError
     from tflms_sft._verify.differences import Difference, Verification
@@ -53,6 +54,7 @@ else:
         "tflms_sft._pipeline.stage_devices": ("stage_devices",),
         "tflms_sft._rewrite.swap_tuning": ("LMSParams",),
         "tflms_sft._sources.image_reader": ("ImageReader",),
+        "tflms_sft._sources.random_view": ("RandomView",),
         "tflms_sft._sources.reading_model": ("ReadingModel",),
         "tflms_sft._sources.source": ("ImageReadError",),
         "tflms_sft._verify.verify": ("verify",),
@@ -94,6 +96,7 @@ __all__ = [
     "PlannedStage",
     "PlannedSwap",
     "Prediction",
+    "RandomView",
     "ReadingModel",
     "RewriteError",
     "RewrittenStep",

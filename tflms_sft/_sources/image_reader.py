@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from rewriters.ir.region_reads import read_images
 from tflms_sft._sources.formats import FORMATS, OPENERS, Fingerprint, check_packages, fingerprint
+from tflms_sft._sources.random_view import RandomView
 from tflms_sft._sources.region_reads import ImageSpec, RegionReads
 from tflms_sft._sources.source import Source
 
@@ -47,6 +48,7 @@ class ImageReader(keras.layers.Layer):
         axes: Dimension of the file for each dimension of the image, such as `(1, 2, 0)` for a file with channels first.
             Other dimensions of the file must have the size 1. Default: those of the image, where a file without
             channels is an image with one channel.
+        view: Random crops, flips and quarter turns.
         fill_missing_chunks: Whether zarr chunks without a file hold the fill value, as zarr writes them by default;
             otherwise they are an error.
         name: Name of the layer.
@@ -69,6 +71,7 @@ class ImageReader(keras.layers.Layer):
         array: str | None = None,
         level: int = 0,
         axes: Sequence[int] | None = None,
+        view: RandomView | None = None,
         fill_missing_chunks: bool = False,
         name: str | None = None,
     ) -> None:
@@ -94,7 +97,10 @@ class ImageReader(keras.layers.Layer):
         self._axes = None if axes is None else tuple(axes)
         numbers = np.dtype(tf.as_dtype(dtype).as_numpy_dtype)
         spec = ImageSpec(self._open, self._fingerprint, self.image_shape, numbers, self._axes)
-        self._reads = RegionReads(spec, self.paths)
+        self.view = view
+        self.output_image_shape = self.image_shape if view is None else view.shape(self.image_shape)
+        self.view_seeds = None if view is None else view.generator
+        self._reads = RegionReads(spec, self.paths, view)
         # TensorFlow refers to the function of an op weakly.
         self._read = functools.partial(self._reads)
 
@@ -111,37 +117,42 @@ class ImageReader(keras.layers.Layer):
             raise ValueError("remote files are not read. Copy it to a local disk")
         return fingerprint(path)
 
-    def call(self, keys: Any) -> Any:
+    def call(self, keys: Any, training: bool = False) -> Any:
         """Return the images of a batch.
 
         Args:
             keys: Paths or indices, of shape `(batch,)`.
+            training: Whether views are drawn.
         """
         is_text = self.paths is None
         if (keys.dtype == tf.string) != is_text:
             expected = "strings with paths" if is_text else "integers, indices of `paths`"
             raise ValueError(f"The input of `{self.name}` must be {expected}. Received: dtype={keys.dtype.name!r}.")
         if tf.executing_eagerly():
-            return self._images(keys)
+            return self._images(keys, training)
         # A loss and a metric read the same labels.
         images: dict[Any, Any] = getattr(keys.graph, MEMO, {})
         setattr(keys.graph, MEMO, images)
         place = (id(self), keys.ref())
         if place not in images:
-            images[place] = self._images(keys)
+            images[place] = self._images(keys, training)
         return images[place]
 
-    def _images(self, keys: Any) -> Any:
+    def _images(self, keys: Any, training: bool) -> Any:
         keys = tf.reshape(keys if self.paths is None else tf.cast(keys, tf.int64), [-1])
-        return read_images(self._read, keys, self.image_shape, self.compute_dtype)
+        if self.view is not None:
+            keys = self.view.keys(keys if self.paths is None else tf.as_string(keys), self.image_shape, bool(training))
+        return read_images(self._read, keys, self.output_image_shape, self.compute_dtype)
 
-    def compute_output_spec(self, keys: Any) -> keras.KerasTensor:
+    def compute_output_spec(self, keys: Any, training: bool = False) -> keras.KerasTensor:
         """Return shape and type of a batch of images.
 
         Args:
             keys: Symbolic paths or indices.
+            training: Not used.
         """
-        return keras.KerasTensor((keys.shape[0], *self.image_shape), self.compute_dtype)
+        del training
+        return keras.KerasTensor((keys.shape[0], *self.output_image_shape), self.compute_dtype)
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments.
@@ -152,4 +163,15 @@ class ImageReader(keras.layers.Layer):
         if callable(self.source):
             raise ValueError(f"`{self.name}` cannot be saved: its `source` is a function. Expected a format.")
         arguments = {"source": self.source, "shape": self.image_shape, "dtype": self.compute_dtype, "name": self.name}
-        return {**arguments, "paths": self.paths, "axes": self._axes, **self._options}
+        view = None if self.view is None else self.view.get_config()
+        return {**arguments, "paths": self.paths, "axes": self._axes, "view": view, **self._options}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> ImageReader:
+        """Return a reader with the arguments of `get_config`.
+
+        Args:
+            config: The arguments.
+        """
+        view = config.get("view")
+        return cls(**{**config, "view": None if view is None else RandomView(**view)})

@@ -47,7 +47,7 @@ class ReadingModel(keras.Model):
             sample_weight: Sample weights, or the keys of those that have a reader.
             training: Whether the model is trained.
         """
-        y, sample_weight = self._read(y, sample_weight)
+        y, sample_weight = self._read(y, sample_weight, training)
         return super().compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
 
     def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
@@ -62,9 +62,11 @@ class ReadingModel(keras.Model):
         y, sample_weight = self._read(y, sample_weight)
         return super().compute_metrics(x, y, y_pred, sample_weight)
 
-    def _read(self, y: Any, sample_weight: Any) -> tuple[Any, Any]:
+    def _read(self, y: Any, sample_weight: Any, training: bool = False) -> tuple[Any, Any]:
         """Return the images of labels and sample weights in files."""
-        return _images(self.label_readers, y), _images(self.weight_readers, sample_weight)
+        readers = ((self.label_readers, y), (self.weight_readers, sample_weight))
+        images, weights = (_images(reader, keys, training) for reader, keys in readers)
+        return images, weights
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments."""
@@ -72,12 +74,12 @@ class ReadingModel(keras.Model):
         return {**super().get_config(), **{key: keras.saving.serialize_keras_object(r) for key, r in readers.items()}}
 
 
-def _images(readers: Any, keys: Any) -> Any:
+def _images(readers: Any, keys: Any, training: bool) -> Any:
     """Return a structure in which images replace the keys that have a reader."""
     if readers is None or keys is None:
         return keys
     if isinstance(readers, dict):
-        return {name: _images(readers.get(name), part) for name, part in keys.items()}
+        return {name: _images(readers.get(name), part, training) for name, part in keys.items()}
     if isinstance(readers, (list, tuple)):
-        return type(keys)(_images(reader, part) for reader, part in zip(readers, keys, strict=True))
-    return readers(keys)
+        return type(keys)(_images(reader, part, training) for reader, part in zip(readers, keys, strict=True))
+    return readers(keys, training=training)

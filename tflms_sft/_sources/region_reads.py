@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tflms_sft._sources.formats import Fingerprint
+from tflms_sft._sources.random_view import RandomView, parse_key
 from tflms_sft._sources.source import ImageReadError, Region, Source
 
 __all__: list[str] = []
@@ -145,12 +146,14 @@ class RegionReads:
     Args:
         spec: Images that are expected.
         paths: Files by index; `None` if the keys are paths.
+        view: Views of the images, which the keys name; `None` for the images themselves.
 
     """
 
-    def __init__(self, spec: ImageSpec, paths: Sequence[str] | None) -> None:
+    def __init__(self, spec: ImageSpec, paths: Sequence[str] | None, view: RandomView | None = None) -> None:
         self._spec = spec
         self._paths = paths
+        self._view = view
         self._lock = threading.Lock()
         self._images: collections.OrderedDict[str, OpenImage] = collections.OrderedDict()
         self._ahead: dict[tuple[Any, ...], _ReadAhead] = {}
@@ -195,17 +198,25 @@ class RegionReads:
     def _read(self, images: tuple[Any, ...], begin: np.ndarray, size: np.ndarray) -> np.ndarray:
         (first, *corner), (count, *sizes) = begin.tolist(), size.tolist()
         region = tuple(slice(start, start + length) for start, length in zip(corner, sizes, strict=True))
-        paths = [self._path(key) for key in images[first : first + count]]
-        if len(paths) == 1:
-            return self._read_image(paths[0], region)[None]
+        keys = images[first : first + count]
+        if len(keys) == 1:
+            return self._read_view(keys[0], region)[None]
         result = np.empty([count, *sizes], self._spec.dtype)
-        for number, path in enumerate(paths):
-            result[number] = self._read_image(path, region)
+        for number, key in enumerate(keys):
+            result[number] = self._read_view(key, region)
         return result
 
-    def _path(self, key: Any) -> str:
+    def _read_view(self, key: Any, region: Region) -> np.ndarray:
+        """Return a region of an image, or of its view."""
+        key = key.decode() if isinstance(key, bytes) else key
+        if self._view is None:
+            return self._read_image(self._path(key), region)
+        key, view = parse_key(key, self._view, self._view.shape(self._spec.shape))
+        return view.shown(self._read_image(self._path(key), view.source_region(region)))
+
+    def _path(self, key: str | int) -> str:
         if self._paths is None:
-            return key.decode() if isinstance(key, bytes) else str(key)
+            return str(key)
         if not 0 <= int(key) < len(self._paths):
             raise ImageReadError(f"There is no image {key}. Expected: an index below {len(self._paths)}.")
         return self._paths[int(key)]

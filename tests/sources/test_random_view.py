@@ -1,0 +1,124 @@
+"""Random crops, flips and quarter turns: tiles show the regions of whole views, masks the same as images."""
+
+import itertools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from equivalence import TOLERANCE
+from image_files import L, reader, write_images
+
+import tflms_sft
+from tflms_sft._sources import random_view
+
+SHAPE = (48, 40, 3)
+
+
+def pixels(seed, *shape):
+    return np.random.default_rng(seed).integers(0, 256, shape).astype("uint8")
+
+
+def views(image, view):
+    """Return all views of an image."""
+    height, width = view.shape(image.shape)[:2]
+    for top, left in itertools.product(range(image.shape[0] - height + 1), range(image.shape[1] - width + 1)):
+        crop = image[top : top + height, left : left + width]
+        for number in range(len(view.flips) + 1):
+            for flips in itertools.combinations(view.flips, number):
+                for turns in range(4 if view.turns else 1):
+                    yield np.rot90(np.flip(crop, flips), turns)
+
+
+@pytest.mark.parametrize("flips", [(), (0,), (0, 1)])
+@pytest.mark.parametrize("turns", [0, 1, 2, 3])
+def test_regions_of_views(flips, turns):
+    image = pixels(0, 9, 11, 2)
+    view = random_view.DrawnView((6, 6, 2), (2, 3), flips, turns)
+    whole = np.rot90(np.flip(image[2:8, 3:9], flips), turns)
+    for region in ((slice(0, 6), slice(0, 6), slice(0, 2)), (slice(1, 3), slice(2, 6), slice(1, 2))):
+        np.testing.assert_array_equal(view.shown(image[view.source_region(region)]), whole[region])
+
+
+def test_draws_are_views_and_all_occur(tmp_path):
+    image = pixels(0, 7, 6, 1)
+    (path,) = write_images(tmp_path, "numpy", image[None])
+    view = tflms_sft.RandomView(crop=(6, 6), flips=(1,), turns=True, seed=2)
+    image_reader = reader("numpy", image[None], view=view)
+    allowed = {possible.tobytes() for possible in views(image, view)}
+    drawn = {drawn.tobytes() for drawn in image_reader(tf.constant([path] * 300), training=True).numpy()}
+    assert drawn == allowed and len(allowed) == 16
+    np.testing.assert_array_equal(image_reader(tf.constant([path]))[0], image[:6])  # Outside of training: the centre.
+
+
+def make_model(image_reader, mask_reader):
+    keras.utils.set_random_seed(1)
+    paths = keras.Input((), dtype="string")
+    x = L.Rescaling(1 / 255)(image_reader(paths))
+    x = L.Conv2D(4, 3, padding="same", activation="relu")(x)
+    x = L.Conv2D(1, 3, padding="same")(x)
+    model = tflms_sft.ReadingModel(paths, x, labels=mask_reader)
+    model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"], jit_compile=False)
+    return model
+
+
+def trained(folder, callbacks):
+    """Train on images whose masks are their first channel; return the losses and all variables."""
+    keras.config.set_floatx("float64")
+    images = pixels(0, 4, *SHAPE)
+    x, y = write_images(folder, "zarr", images), write_images(folder, "zarr", images[..., :1], "mask")
+    view = tflms_sft.RandomView(crop=(32, 32), flips=(0, 1), turns=True, seed=5)
+    model = make_model(reader("zarr", images, view=view), reader("zarr", images[..., :1], view=view))
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(2, drop_remainder=True)
+    history = model.fit(data, epochs=2, shuffle=False, verbose=0, callbacks=callbacks).history
+    return [*history["loss"], *history["mae"], *map(np.array, model.variables)]
+
+
+def test_tiles_of_views_train_as_whole_views(tmp_path):
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "tiled").mkdir()
+    callback = tflms_sft.SFT((2, 2, 2), verbose=0)
+    expected, results = trained(tmp_path / "plain", []), trained(tmp_path / "tiled", [callback])
+    assert callback.plan.segments
+    for value, other in zip(results, expected, strict=True):
+        np.testing.assert_allclose(value, other, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_masks_show_the_views_of_images(tmp_path):
+    images = pixels(0, 8, *SHAPE)
+    x, y = write_images(tmp_path, "numpy", images), write_images(tmp_path, "numpy", images[..., :1], "mask")
+    view = tflms_sft.RandomView(crop=(20, 20), flips=(0, 1), turns=True, seed=3)
+    image_reader, mask_reader = reader("numpy", images, view=view), reader("numpy", images[..., :1], view=view)
+
+    @tf.function(autograph=False)
+    def both(paths, masks):
+        return image_reader(paths, training=True), mask_reader(masks, training=True)
+
+    for _ in range(3):
+        shown, masks = both(tf.constant(x), tf.constant(y))
+        np.testing.assert_array_equal(shown[..., :1], masks)
+
+
+def test_views_of_indices_and_saved_readers(tmp_path):
+    images = pixels(0, 2, *SHAPE)
+    paths = write_images(tmp_path, "numpy", images)
+    view = tflms_sft.RandomView(crop=(20, 30), flips=(1,), seed=3)
+    image_reader = reader("numpy", images, paths=paths, view=view)
+    loaded = tflms_sft.ImageReader.from_config(image_reader.get_config())
+    assert loaded.get_config() == image_reader.get_config()
+    np.testing.assert_array_equal(loaded(tf.constant([1]))[0], images[1, 14:34, 5:35])
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"crop": (0, 5)}, "`crop` must have positive sizes"),
+        ({"flips": (-1,)}, "`flips` must be axes of an image"),
+        ({"crop": (49, 40)}, "`crop` must lie inside of the image"),
+        ({"flips": (3,)}, "`flips` must be axes of the image"),
+        ({"turns": True}, r"`turns` requires equal sizes along the first two axes. Received: \(48, 40\)"),
+    ],
+)
+def test_invalid_views(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        tflms_sft.ImageReader("zarr", SHAPE, view=tflms_sft.RandomView(**arguments))

@@ -1,0 +1,171 @@
+"""Random crops, flips and quarter turns of images in files: a tile of a view is a region of the file."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tflms_sft._sources.source import Region
+
+__all__ = ["RandomView"]
+
+SEPARATOR = "\x1f"
+"""Between the path and the numbers of a view in a key."""
+
+DRAWS = "_tflms_sft_views"
+"""Attribute of a graph: its draws by view."""
+
+
+class RandomView:
+    """Random crops, flips and quarter turns, drawn for each image of a batch in training.
+
+    A reader with a view reads the regions of the file that its tiles need. Readers with one view object get equal
+    draws: pass it to the reader of the images and to that of their masks.
+
+        view = tflms_sft.RandomView(crop=(4096, 4096), flips=(0, 1), turns=True, seed=1)
+        slides = tflms_sft.ImageReader("zarr", (65536, 65536, 3), view=view)
+        masks = tflms_sft.ImageReader("zarr", (65536, 65536), view=view)
+
+    Outside of training nothing is flipped or turned, and the crop is the centre.
+
+    Args:
+        crop: Sizes of the crop along the first axes; `None` for the full image.
+        flips: Axes along which an image is flipped with probability 1/2.
+        turns: Whether the first two axes are turned by 0 to 3 quarter turns. They must have equal sizes.
+        seed: Seed of the draws.
+
+    Raises:
+        ValueError: For sizes or axes that are negative.
+    """
+
+    def __init__(
+        self,
+        crop: Sequence[int] | None = None,
+        flips: Sequence[int] = (),
+        turns: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        if crop is not None and any(size < 1 for size in crop):
+            raise ValueError(f"`crop` must have positive sizes. Received: crop={crop!r}.")
+        if any(axis < 0 for axis in flips):
+            raise ValueError(f"`flips` must be axes of an image, counted from 0. Received: flips={flips!r}.")
+        self.crop = None if crop is None else tuple(map(int, crop))
+        self.flips = tuple(sorted({*flips}))
+        self.turns = bool(turns)
+        self.seed = seed
+        self.generator = keras.random.SeedGenerator(seed)
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of a view of images.
+
+        Args:
+            shape: Shape of an image.
+
+        Raises:
+            ValueError: If images of this shape have no such view.
+        """
+        crop = self.crop or ()
+        if len(crop) > len(shape) or any(part > full for part, full in zip(crop, shape, strict=False)):
+            raise ValueError(f"`crop` must lie inside of the image. Received: crop={crop} and shape={shape}.")
+        if any(axis >= len(shape) for axis in self.flips):
+            raise ValueError(f"`flips` must be axes of the image. Received: flips={self.flips} and shape={shape}.")
+        result = (*crop, *shape[len(crop) :])
+        if self.turns and result[0] != result[1]:
+            raise ValueError(f"`turns` requires equal sizes along the first two axes. Received: {result[:2]}.")
+        return result
+
+    def keys(self, paths: Any, shape: tuple[int, ...], training: bool) -> Any:
+        """Return keys that name a view of each image of a batch.
+
+        Args:
+            paths: A vector of strings.
+            shape: Shape of an image.
+            training: Whether to draw views.
+        """
+        space = [full - part for full, part in zip(shape, self.crop or (), strict=False)]
+        zeros = tf.zeros_like(paths, tf.int64)
+        offsets = [zeros + room // 2 for room in space]
+        flips, turns = [zeros for _ in self.flips], zeros
+        if training:
+            draws = self._draws(tf.shape(paths))
+            offsets = [tf.cast(draw * (room + 1), tf.int64) for room, draw in zip(space, draws, strict=False)]
+            draws = draws[len(space) :]
+            flips = [tf.cast(draw * 2, tf.int64) for draw in draws[:-1]]
+            turns = tf.cast(draws[-1] * 4, tf.int64) if self.turns else zeros
+        numbers = [tf.as_string(number) for number in (*offsets, *flips, turns)]
+        return tf.strings.join([paths, tf.strings.join(numbers, ",")], SEPARATOR)
+
+    def _draws(self, size: Any) -> list[Any]:
+        """Return a vector of numbers in [0, 1) for each offset, flip and turn; the same for all readers of a graph."""
+        if tf.executing_eagerly():
+            return self._new_draws(size)
+        graph = tf.compat.v1.get_default_graph()
+        draws: dict[int, list[Any]] = getattr(graph, DRAWS, {})
+        setattr(graph, DRAWS, draws)
+        if id(self) not in draws:
+            draws[id(self)] = self._new_draws(size)
+        return draws[id(self)]
+
+    def _new_draws(self, size: Any) -> list[Any]:
+        count = len(self.crop or ()) + len(self.flips) + 1
+        numbers = keras.random.uniform((count, size[0]), dtype="float32", seed=self.generator)
+        return tf.unstack(numbers, count)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments."""
+        return {"crop": self.crop, "flips": self.flips, "turns": self.turns, "seed": self.seed}
+
+
+@dataclasses.dataclass(frozen=True)
+class DrawnView:
+    """A view of one image.
+
+    Attributes:
+        shape: Shape of the view.
+        offsets: First position of the crop along the first axes.
+        flips: Axes that are flipped, after the crop.
+        turns: Quarter turns of the first two axes, after the flips.
+    """
+
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    flips: tuple[int, ...]
+    turns: int
+
+    def source_region(self, region: Region) -> Region:
+        """Return the region of the image that a region of the view shows."""
+        parts = list(region)
+        for _ in range(self.turns):
+            rows, columns = parts[:2]
+            size = self.shape[0]
+            parts[:2] = columns, slice(size - rows.stop, size - rows.start)
+        for axis in self.flips:
+            size = self.shape[axis]
+            parts[axis] = slice(size - parts[axis].stop, size - parts[axis].start)
+        for axis, offset in enumerate(self.offsets):
+            parts[axis] = slice(parts[axis].start + offset, parts[axis].stop + offset)
+        return tuple(parts)
+
+    def shown(self, values: np.ndarray) -> np.ndarray:
+        """Return a region of the image as the view shows it."""
+        return np.rot90(np.flip(values, self.flips), self.turns) if self.flips or self.turns else values
+
+
+def parse_key(key: str, view: RandomView, shape: tuple[int, ...]) -> tuple[str, DrawnView]:
+    """Return path and view of a key.
+
+    Args:
+        key: A key of `RandomView.keys`.
+        view: The view that made it.
+        shape: Shape of the view.
+    """
+    path, text = key.rsplit(SEPARATOR, 1)
+    *numbers, turns = map(int, text.split(","))
+    count = len(view.crop or ())
+    flips = tuple(axis for axis, is_flipped in zip(view.flips, numbers[count:], strict=True) if is_flipped)
+    return path, DrawnView(shape, tuple(numbers[:count]), flips, turns)
