@@ -24,9 +24,10 @@ if typing.TYPE_CHECKING:
     from tflms_sft._rewrite.rewritten_step import RewrittenStep
     from tflms_sft._rewrite.swap_tuning import LMSParams
     from tflms_sft._sources.image_reader import ImageReader
+    from tflms_sft._sources.image_writer import ImageWriter
     from tflms_sft._sources.random_view import RandomView
     from tflms_sft._sources.reading_model import ReadingModel
-    from tflms_sft._sources.source import ImageReadError
+    from tflms_sft._sources.source import ImageReadError, ImageWriteError
     from tflms_sft._verify.differences import Difference, Verification
     from tflms_sft._verify.verify import verify
 else:
@@ -56,7 +57,8 @@ else:
         "tflms_sft._sources.image_reader": ("ImageReader",),
         "tflms_sft._sources.random_view": ("RandomView",),
         "tflms_sft._sources.reading_model": ("ReadingModel",),
-        "tflms_sft._sources.source": ("ImageReadError",),
+        "tflms_sft._sources.image_writer": ("ImageWriter",),
+        "tflms_sft._sources.source": ("ImageReadError", "ImageWriteError"),
         "tflms_sft._verify.verify": ("verify",),
     }
     _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
@@ -84,6 +86,8 @@ __all__ = [
     "Difference",
     "ImageReadError",
     "ImageReader",
+    "ImageWriteError",
+    "ImageWriter",
     "LMSParams",
     "Measurement",
     "MemoryBudget",

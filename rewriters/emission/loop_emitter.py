@@ -523,7 +523,7 @@ class IterationEmitter:
 
     def clone(self, node: Node, operands: Sequence[Any], **attrs: Any) -> list[Any]:
         """Emit a copy of an op with other operands and with those of the given attributes that it has."""
-        changed = {key: _attr(value) for key, value in attrs.items() if key in node.attrs}
+        changed = {key: tf_internals.attr_value(value) for key, value in attrs.items() if key in node.attrs}
         results = (node.out(index) for index in range(len(node.outputs)))
         if any(tensor in self.tile_loop.carries and self._is_gradient(tensor) for tensor in results):
             changed |= tf_internals.no_cse_attrs(node.name)  # Carried rows are added in place.
@@ -565,6 +565,11 @@ class IterationEmitter:
         """Return the run-time size of the full batch."""
         return self.loop.batch
 
+    def operand_spans(self, node: Node, position: int) -> list[Span]:
+        """Return the place in the full-size operand of the rows that an op needs."""
+        need: Region = tuple(plan.needs[position] for plan in self.tile_loop.plans[node])  # type: ignore[misc]
+        return self.spans(node.inputs[position], need)
+
     def result_spans(self, node: Node) -> list[Span]:
         """Return the place in the full-size result of the rows that an op computes."""
         computed: Region = tuple(plan.computed for plan in self.tile_loop.plans[node])  # type: ignore[misc]
@@ -588,9 +593,3 @@ class IterationEmitter:
         """Return the run-time batch size of a tile."""
         static = operand.shape[BATCH_DIM]
         return static if static is not None else tf.shape(operand)[BATCH_DIM]
-
-
-def _attr(value: Any) -> Any:
-    if isinstance(value, str):
-        return tf.compat.v1.AttrValue(s=value.encode())
-    return tf.compat.v1.AttrValue(list=tf.compat.v1.AttrValue.ListValue(i=value))

@@ -1,4 +1,4 @@
-"""Ops that read a region of an image from a file.
+"""Ops that read a region of an image from a file, or write one.
 
 A region read is a stateless Python call with five operands: keys, one for each image of a batch; begin and size of a
 region, with the batch as the first dimension; begin and size of the region that is read next, which has no entries if
@@ -21,6 +21,9 @@ __all__: list[str] = []
 
 REGION_READ = "_region_read"
 """Attribute of a Python call that reads a region."""
+
+REGION_WRITE = "_region_write"
+"""Attribute of a Python call that writes a region."""
 
 NUM_BUFFERED_REGIONS = 2
 """Regions in memory: that of the iteration, and the next one."""
@@ -45,6 +48,34 @@ def read_images(read: Callable[..., np.ndarray], keys: Any, shape: Sequence[int]
     if not tf.executing_eagerly():
         tf_internals.set_attr(images.op, REGION_READ, tf.compat.v1.AttrValue(b=True))
     return images
+
+
+def write_images(write: Callable[..., np.ndarray], images: Any, keys: Any) -> Any:
+    """Write whole images of a batch, and return the number of values written for each image.
+
+    The op is a sum over the image: in a tile loop, each iteration writes its region, and the numbers add up.
+
+    Args:
+        write: Writes a region, and returns the number of its values for each image. Arguments are arrays: the values,
+            the key of each image, and the begin of the region with the batch as the first dimension. The op holds a
+            weak reference.
+        images: The images.
+        keys: A vector with the key of each image, strings or integers.
+
+    Returns:
+        A vector of integers.
+    """
+    begin = tf.zeros([images.shape.rank], tf.int64)
+    numbers = tf.numpy_function(write, [images, keys, begin], tf.int64, stateful=False)
+    numbers.set_shape(keys.shape)
+    if not tf.executing_eagerly():
+        tf_internals.set_attr(numbers.op, REGION_WRITE, tf.compat.v1.AttrValue(b=True))
+    return numbers
+
+
+def is_region_write(node: Node) -> bool:
+    """Return whether an op writes images to files."""
+    return REGION_WRITE in node.attrs
 
 
 def is_region_read(node: Node) -> bool:

@@ -235,6 +235,13 @@ def set_attr(operation: Any, name: str, value: Any) -> None:
     operation._set_attr(name, value)
 
 
+def attr_value(value: str | Sequence[int]) -> Any:
+    """Return a text or a list of integers as an attribute."""
+    if isinstance(value, str):
+        return tf.compat.v1.AttrValue(s=value.encode())
+    return tf.compat.v1.AttrValue(list=tf.compat.v1.AttrValue.ListValue(i=value))
+
+
 def create_op(
     op_type: str, operands: Sequence[Any], dtypes: Sequence[Any], attrs: Any, name: str, device: str
 ) -> list[Any]:

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from rewriters.errors import NotTileableError
 from rewriters.ir.graph import Tensor
+from rewriters.ir.region_reads import is_region_write
 from rewriters.rules.axis_layouts import Anchor, AxisMap
 from rewriters.rules.elementwise import has_channels_first, lie_alike, require_channels, sides_by_format
 from rewriters.rules.intervals import Interval, hull_of, whole
@@ -216,6 +217,46 @@ class Reduce(SumOverImage):
         if op.node.op == "Sum":
             return [total]
         return [total / tf.cast(divisor(emitter, op, axes), total.dtype)]
+
+
+@tiling_rule("PyFuncStateless")
+class WriteToFile(SumOverImage):
+    """Write of images to files, which adds up the numbers of values written. Operands: images, keys, begin."""
+
+    def check(self, op: OpView) -> None:
+        """Refuse other Python calls."""
+        if not is_region_write(op.node):
+            raise NotTileableError("it runs Python code")
+
+    def data(self, op: OpView) -> list[int]:
+        """Return the images; none of another Python call."""
+        return [0] if is_region_write(op.node) else []
+
+    def links(self, op: OpView) -> list[AxisMap]:
+        """Return no links: the result has no axes of an image."""
+        return []
+
+    def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
+        """Refuse, as a reduction over the image."""
+        self.check(op)
+        raise NotTileableError(BARRIER)
+
+    def result_kind_gathered(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
+        """Return `REDUCED` for images."""
+        self.check(op)
+        if kinds[0] is not TileKind.FULL or op.layout(op.node.inputs[0]).batch_fold != 1:
+            raise NotTileableError("it writes a tensor that is the same for all tiles, or folded into the batch")
+        return TileKind.REDUCED
+
+    def per_image(self, op: OpView) -> bool:
+        """Return true: each image has its number."""
+        return True
+
+    def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
+        """Write at the place of the tile."""
+        spans = emitter.operand_spans(op.node, 0)
+        begin = tf.stack([tf.cast(0 if span is None else span[0], tf.int64) for span in spans])
+        return emitter.clone(op.node, [operands[0], operands[1], begin])
 
 
 def divisor(emitter: Emitter, op: OpView, axes: Sequence[int]) -> Any:

@@ -153,6 +153,9 @@ class Emitter(Protocol):
     def whole_batch(self) -> Any:
         """Return the run-time size of the full batch."""
 
+    def operand_spans(self, node: Node, position: int) -> Sequence[tuple[Any, Any] | None]:
+        """Return begin and size along each dimension of an operand's rows that the op needs; `None` for all of them."""
+
     def result_spans(self, node: Node) -> Sequence[tuple[Any, Any] | None]:
         """Return begin and size of the rows that the op computes along each dimension; `None` for all of them."""
 

@@ -19,7 +19,7 @@ def known_extents(analysis: GraphAnalysis, tensors: Sequence[Tensor]) -> list[tu
 
 def max_tiles(analysis: GraphAnalysis, segment: Segment) -> tuple[int, ...]:
     """Return the largest number of tiles along each axis: the rows of the smallest image that tiles split."""
-    return min_rows(analysis, [*segment.exits, *segment.grad_entries])
+    return min_rows(analysis, segment.split)
 
 
 def min_rows(analysis: GraphAnalysis, tensors: Sequence[Tensor]) -> tuple[int, ...]:

@@ -48,8 +48,8 @@ class Segment:
         invariants: Tensors that every tile reads in full.
         stored: Forward tensors that are stored in full size instead of recomputed.
         one_loop: Whether one loop runs all ops, so that an iteration recomputes nothing but halos.
-        final: With one loop, the last forward ops: reductions of results over the image, such as a loss or a metric,
-            and the ops before them.
+        final: With one loop, or without a backward loop, the last forward ops: reductions of results over the image,
+            such as a loss or a metric, and the ops before them.
         notes: Notes for the user.
         loop_specs: With barriers, the loops in the order in which they run. All kinds are `FULL` or `INVARIANT` then.
         checkpoint_set: With barriers, the numbers of the family and of the set of checkpoints, by which a stored plan
@@ -77,6 +77,11 @@ class Segment:
     def sums(self) -> list[Node]:
         """Forward ops that reduce results over the image."""
         return [node for node in self.final if self.kinds[node.out()] is TileKind.REDUCED]
+
+    @property
+    def split(self) -> list[Tensor]:
+        """Images that each tile of a segment without barriers computes, reads as a gradient, or reduces."""
+        return [*self.exits, *self.grad_entries, *(node.inputs[0] for node in self.sums)]
 
     @property
     def available(self) -> set[Tensor]:

@@ -272,15 +272,18 @@ class TilePlanner(RowDemand):
         """
         if self.segment.one_loop:
             return [self.only_loop(backward_grid)]
-        loops = [self.forward(grid)] if self.segment.exits or self.segment.stored else []
-        if self.segment.backward:
+        segment = self.segment
+        loops = [self.forward(grid)] if segment.exits or segment.stored or segment.sums else []
+        if segment.backward:
             loops.append(self.backward(backward_grid))
         return loops
 
     def forward(self, grid: Grid) -> TileLoop:
         """Plan the loop that computes exits and stored tensors from the entries."""
         cells = {tensor: self.cells_of(tensor, grid) for tensor in self.written()}
-        return self.forward_loop(grid, cells, demand=dict(cells))
+        demand = dict(cells)
+        sums = self._sum_plans(grid, demand)
+        return self.forward_loop(grid, cells, demand=demand, sums=sums)
 
     def written(self) -> list[Tensor]:
         """Return the tensors that the forward loop writes: exits, then stored tensors by name."""
@@ -288,7 +291,13 @@ class TilePlanner(RowDemand):
         return [*segment.exits, *sorted(segment.stored - set(segment.exits), key=lambda t: t.name)]
 
     def forward_loop(
-        self, grid: Grid, cells: dict[Tensor, Region], *, demand: dict[Tensor, Region], saves: Sequence[SavedRows] = ()
+        self,
+        grid: Grid,
+        cells: dict[Tensor, Region],
+        *,
+        demand: dict[Tensor, Region],
+        saves: Sequence[SavedRows] = (),
+        sums: Mapping[Node, tuple[AxisPlan, ...]] | None = None,
     ) -> TileLoop:
         """Build the forward loop.
 
@@ -297,9 +306,11 @@ class TilePlanner(RowDemand):
             cells: Cells of the written tensors.
             demand: Rows that an iteration must hold of some tensors. Becomes the regions of the loop.
             saves: Rows that the loop saves for the backward loop.
+            sums: Plans of the reductions over the image.
         """
-        segment = self.segment
+        segment, sums = self.segment, sums or {}
         regions, plans = self.operand_rows_for_result(segment.forward, demand, set(segment.entries), grid)
+        plans.update(sums)
         body = [node for node in segment.forward if node in plans]
         reads, invariants = self.inputs(body, plans, set())
         return TileLoop(
@@ -311,7 +322,7 @@ class TilePlanner(RowDemand):
             plans=plans,
             writes=list(cells),
             accumulates=[],
-            reductions=[],
+            reductions=[node.out() for node in sums],
             reads=reads,
             invariants=invariants,
             cells=cells,
@@ -332,14 +343,19 @@ class TilePlanner(RowDemand):
         segment = self.segment
         cells = {tensor: self.cells_of(tensor, grid) for tensor in segment.exits}
         demand = dict(cells)
-        sums = {node: self._sum_plan(node, grid) for node in segment.sums}
-        for node, plan in sums.items():
-            self.demand_operands(node, plan, demand)
+        sums = self._sum_plans(grid, demand)
         regions, plans = self.backward_rows(grid, demand)
         loop = self.backward_loop(grid, regions, plans | sums)
         replaces = [*segment.forward, *segment.backward]
         reductions = [*(node.out() for node in sums), *segment.reductions]
         return dataclasses.replace(loop, writes=list(cells), cells=cells, reductions=reductions, replaces=replaces)
+
+    def _sum_plans(self, grid: Grid, demand: dict[Tensor, Region]) -> dict[Node, tuple[AxisPlan, ...]]:
+        """Return the plans of the reductions over the image, and add the rows that they need to `demand`."""
+        sums = {node: self._sum_plan(node, grid) for node in self.segment.sums}
+        for node, plan in sums.items():
+            self.demand_operands(node, plan, demand)
+        return sums
 
     def _sum_plan(self, node: Node, grid: Grid) -> tuple[AxisPlan, ...]:
         """Return the plan of a reduction of results over the image, to which each pixel contributes once."""

@@ -132,3 +132,16 @@ def test_plain_training_reads_whole_images(tmp_path, reads):
     assert_equal(trained(model, x, y), trained(make_model(net, shape), images, masks))
     assert set(reads) == {(1, *shape), (1, *shape[:-1])}
     assert len(reads) == 6  # The loss and the metric share a read.
+
+
+def test_evaluation_reads_tiles(tmp_path, reads):
+    net, shape = NETS["convolutions"]
+    images, masks = pixels(0, 4, *shape), labels(1, 4, *shape[:-1])
+    expected = make_model(net, shape).evaluate(images, masks, batch_size=2, verbose=0)
+    x, y = write_images(tmp_path, "zarr", images), write_images(tmp_path, "zarr", masks, "mask")
+    model = make_model(net, shape, reader("zarr", images), reader("zarr", masks))
+    callback = tflms_sft.MemoryBudget(150_000, verbose=0)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(2, drop_remainder=True)
+    np.testing.assert_allclose(model.evaluate(data, verbose=0, callbacks=[callback]), expected, rtol=1e-6)
+    (segment,) = callback.evaluate_plan.segments
+    assert segment.tile_rows and all(is_tile(size, (2, *shape[: len(size) - 1])) for size in reads)

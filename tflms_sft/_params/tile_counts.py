@@ -104,7 +104,7 @@ def parse_num_tiles(value: Any, argument: str) -> NumTiles | None:
 
 def axis_names(analysis: GraphAnalysis, segment: Segment) -> list[str | None]:
     """Return the names of the spatial axes that a segment tiles; `None` for the missing height of sequences."""
-    tensors = [*segment.entries, *segment.exits, *segment.grad_entries]
+    tensors = [*segment.entries, *segment.split]
     tensors += [tensor for loop in segment.loop_specs for tensor in loop.writes]
     extents = [rows for rows in map(analysis.extents, tensors) if rows is not None]
     axes = len(extents[0])

@@ -20,10 +20,12 @@ from rewriters.device import properties
 from rewriters.device.kernel_scratch import op_scratch
 from rewriters.device.peak_memory import most_alive
 from rewriters.emission.loop_signature import segment_signature
+from rewriters.emission.loop_tensors import loop_operand
 from rewriters.emission.tile_pass import planner_for
 from rewriters.errors import NotTileableError
 from rewriters.ir.graph import Tensor
 from rewriters.tiling.ft_segments import TileableComponent, try_segment
+from rewriters.tiling.one_loop import with_final_sums
 from rewriters.tiling.segment import Segment
 from rewriters.tiling.tile_planner import Grid, Halo, TileLoop
 from tflms_sft._planner.block_search import BlockChoice, BlockOptions, ComponentBlocks, select_cuts
@@ -83,21 +85,23 @@ class InferenceTilings:
     Args:
         estimates: Estimates of loops.
         segment: The blocks.
+        halo: Source of halo rows.
         untiled: The blocks as they are.
         whole_bytes: Bytes alive while a loop runs, without its iterations.
     """
 
-    def __init__(self, estimates: LoopEstimates, segment: Segment, *, untiled: BlockChoice, whole_bytes: int) -> None:
+    def __init__(
+        self, estimates: LoopEstimates, segment: Segment, halo: Halo, *, untiled: BlockChoice, whole_bytes: int
+    ) -> None:
         analysis, batch, costs = estimates.traced.analysis, estimates.traced.batch, estimates.traced.costs
         self._estimates = estimates
         self._segment = segment
+        self._halo = halo
         self._untiled = untiled
         self._whole_bytes = whole_bytes
         self._least = costs.lower_bound.step(segment.forward)
-        self._grids = {
-            halo: thinned(auto_grids(analysis, segment, batch, halo is Halo.CARRY), GRID_GROWTH) for halo in Halo
-        }
-        self._planners = {halo: planner_for(analysis, segment, halo) for halo in Halo}
+        self._grids = thinned(auto_grids(analysis, segment, batch, halo is Halo.CARRY), GRID_GROWTH)
+        self._planner = planner_for(analysis, segment, halo)
 
     @functools.cached_property
     def _signature(self) -> Hashable:
@@ -109,22 +113,21 @@ class InferenceTilings:
         return math.inf if is_untiled_best or self._whole_bytes > budget else self._least
 
     def fitting(self, budget: int) -> Iterator[BlockChoice]:
-        """Yield for each way to get halos the fewest tiles that fit, or more tiles where those are faster."""
-        for halo in Halo:
-            estimate = functools.partial(self._estimate, halo)
-            grid = fastest_fitting(self._grids[halo], budget - self._whole_bytes, estimate)
-            if grid is not None:
-                working_bytes, seconds = self._whole_bytes + estimate(grid).num_bytes, estimate(grid).seconds
-                yield dataclasses.replace(
-                    self._untiled, grid=grid, halo=halo, working_bytes=working_bytes, seconds=seconds
-                )
+        """Yield the fewest tiles that fit, or more tiles where those are faster."""
+        grid = fastest_fitting(self._grids, budget - self._whole_bytes, self._estimate)
+        if grid is not None:
+            estimate = self._estimate(grid)
+            working_bytes = self._whole_bytes + estimate.num_bytes
+            yield dataclasses.replace(
+                self._untiled, grid=grid, halo=self._halo, working_bytes=working_bytes, seconds=estimate.seconds
+            )
 
-    def _estimate(self, halo: Halo, grid: Grid) -> LoopEstimate:
+    def _estimate(self, grid: Grid) -> LoopEstimate:
         def plan() -> TileLoop:
-            (loop,) = self._planners[halo].tile_loops(grid, grid)
+            (loop,) = self._planner.tile_loops(grid, grid)
             return loop
 
-        return self._estimates.of((self._signature, halo, grid), plan)
+        return self._estimates.of((self._signature, self._halo, grid), plan)
 
 
 class InferenceBlocks(ComponentBlocks):
@@ -153,10 +156,13 @@ class InferenceBlocks(ComponentBlocks):
         peak = most_alive(order, batch, [*segment.exits, *self._live.entries_read_later(segment)], scratch)
         seconds = traced.costs.step(segment.forward)
         untiled = BlockChoice(first=first, last=last, working_bytes=bytes_across + peak, seconds=seconds)
-        end_bytes = sum(t.num_bytes(batch) for t in (*entries, *segment.exits))
-        return BlockOptions(
-            untiled, [InferenceTilings(self._estimates, segment, untiled=untiled, whole_bytes=bytes_across + end_bytes)]
-        )
+        sliced = [t for t in entries if loop_operand(t) == t]
+        tilings = []
+        for halo in Halo:
+            blocks = with_final_sums(traced.analysis, segment) if halo is Halo.RECOMPUTE else segment
+            whole_bytes = bytes_across + sum(t.num_bytes(batch) for t in (*sliced, *blocks.exits))
+            tilings.append(InferenceTilings(self._estimates, blocks, halo, untiled=untiled, whole_bytes=whole_bytes))
+        return BlockOptions(untiled, tilings)
 
 
 def _bounds(traced: TracedStep, component: TileableComponent) -> list[int]:

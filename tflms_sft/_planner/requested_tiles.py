@@ -333,7 +333,7 @@ def _limiting(traced: TracedStep, segment: Segment) -> list[Tensor]:
         # Inputs of reductions count, too: there may be no loop that writes an image.
         split = [tensor for loop in segment.loop_specs for tensor in gatherer.split(loop)]
         return sorted(split, key=lambda t: traced.analysis.extents(t) or (), reverse=True)[:1]
-    return [*segment.exits, *segment.grad_entries]
+    return segment.split
 
 
 def _max_tiles(traced: TracedStep, segment: Segment) -> tuple[int, ...]:

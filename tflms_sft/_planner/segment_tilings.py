@@ -15,6 +15,7 @@ import operator
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 
 from rewriters.emission.loop_signature import loop_signature, segment_signature
+from rewriters.emission.loop_tensors import loop_operand
 from rewriters.emission.tile_pass import planner_for
 from rewriters.errors import NotTileableError
 from rewriters.estimates.loop_memory import Results
@@ -287,7 +288,7 @@ class SegmentTilings:
         self._planner = planner_for(traced.analysis, segment, halo)
         self._grids = thinned(auto_grids(traced.analysis, segment, batch, halo is Halo.CARRY), GRID_GROWTH)
         self._exit_bytes = sum(tensor.num_bytes(batch) for tensor in segment.exits)
-        gradients = (*segment.grad_entries, *segment.grad_exits, *segment.reductions)
+        gradients = (*map(loop_operand, segment.grad_entries), *segment.grad_exits, *segment.reductions)
         self._gradient_bytes = sum(tensor.num_bytes(batch) for tensor in gradients)
         self._choices: dict[Grid, BlockChoice] = {}
         self._estimates = estimates

@@ -27,7 +27,7 @@ def auto_grids(analysis: GraphAnalysis, segment: Segment, batch: int, rows_only:
     is_sequence = sum(rows > 1 for rows in limits) == 1
     most = AUTO_TILES[-1] ** (2 if is_sequence else 1)
     counts = [_counts(min(rows, most)) for rows in (_first_axis_only(limits) if rows_only else limits)]
-    extents = max(known_extents(analysis, segment.exits or segment.grad_entries), key=math.prod)
+    extents = max(known_extents(analysis, segment.exits or segment.split), key=math.prod)
     indices = [0] * len(counts)
     grids = [Grid(images, (1,) * len(counts)) for images in _counts(batch)]
     while open_axes := [axis for axis, steps in enumerate(counts) if indices[axis] + 1 < len(steps)]:

@@ -15,7 +15,8 @@ from rewriters.emission.tile_pass import SegmentPlan, plan_segment
 from rewriters.errors import NotTileableError
 from rewriters.ir.graph import Node
 from rewriters.tiling.ft_segments import SkippedOps, TileableComponent, find_components, try_segment
-from rewriters.tiling.one_loop import in_one_loop
+from rewriters.tiling.one_loop import in_one_loop, with_final_sums
+from rewriters.tiling.tile_planner import Halo
 from tflms_sft._planner.block_search import BlockChoice, ComponentBlocks, fastest_path, rung, target_bytes
 from tflms_sft._planner.inference_blocks import InferenceBlocks, LiveTensors
 from tflms_sft._planner.segment_tilings import LoopEstimates
@@ -214,6 +215,8 @@ def segment_plans(traced: TracedStep, choices: Sequence[tuple[TileableComponent,
             continue  # A neighbour took its backward ops. It stays untiled, and is modelled so.
         if choice.one_loop:
             segment = in_one_loop(traced.analysis, segment, backward_ops) or segment
+        elif not segment.backward and choice.halo is Halo.RECOMPUTE:
+            segment = with_final_sums(traced.analysis, segment)
         backward_ops.update(segment.backward)
         segment = dataclasses.replace(segment, stored=choice.checkpoints - set(segment.exits))
         assert choice.grid is not None

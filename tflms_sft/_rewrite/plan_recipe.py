@@ -116,6 +116,8 @@ def _chain_plan(traced: TracedStep, item: Recipe, backward_ops: set[Node]) -> Se
     stored = frozenset(order[index].out(output) for index, output in item["stored"])
     segment = build_segment(traced.analysis, item["name"], ops, backward_ops)
     segment = dataclasses.replace(segment, stored=stored, one_loop=item["one_loop"])
-    segment = with_final_sums(traced.analysis, segment) if segment.one_loop else segment
+    halo = Halo(item["halo"])
+    if segment.one_loop or (not segment.backward and halo is Halo.RECOMPUTE):
+        segment = with_final_sums(traced.analysis, segment)
     forward, *others = _grids(item)
-    return plan_segment(traced.analysis, segment, forward, others[-1] if others else None, Halo(item["halo"]))
+    return plan_segment(traced.analysis, segment, forward, others[-1] if others else None, halo)

@@ -22,13 +22,19 @@ MAX_OPEN_IMAGES = 16
 """Images that stay open, those used last."""
 
 
-_errors: collections.deque[ImageReadError] = collections.deque(maxlen=1)
-"""The latest error of a read."""
+_errors: collections.deque[OSError] = collections.deque(maxlen=1)
+"""The latest error of a read or a write."""
+
+
+def record_error(error: OSError) -> OSError:
+    """Note an error of a read or a write, which TensorFlow reports as an error of its own, and return it."""
+    _errors.append(error)
+    return error
 
 
 @contextlib.contextmanager
 def read_errors() -> Iterator[None]:
-    """Raise the `ImageReadError` of a read, which TensorFlow reports as an error of its own."""
+    """Raise the error of a read or a write instead of TensorFlow's."""
     _errors.clear()
     try:
         yield
@@ -182,7 +188,7 @@ class RegionReads:
                     self._ahead[images] = _ReadAhead(lambda: self._read(images, begin, size), begin, size)
             return values
         except ImageReadError as error:
-            _errors.append(error)
+            record_error(error)
             raise
 
     def _take(self, images: tuple[Any, ...], begin: np.ndarray, size: np.ndarray) -> np.ndarray:

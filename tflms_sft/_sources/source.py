@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-__all__ = ["ImageReadError"]
+__all__ = ["ImageReadError", "ImageWriteError"]
 
 Region = tuple[slice, ...]
 """Begin and end along each dimension of an image."""
@@ -17,6 +17,10 @@ class ImageReadError(OSError):
 
     Weights, optimizer slots and statistics are as before the step.
     """
+
+
+class ImageWriteError(OSError):
+    """Raised for an image that cannot be written. The message names the file and the region."""
 
 
 class Source(Protocol):

@@ -1,0 +1,202 @@
+"""The layer that writes images to files, by tiles if the step is rewritten."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from rewriters.ir.region_reads import write_images
+from tflms_sft._sources.formats import check_packages
+from tflms_sft._sources.region_reads import record_error
+from tflms_sft._sources.source import ImageWriteError
+
+__all__ = ["ImageWriter"]
+
+Target = Any
+"""An array with `__setitem__`, which receives a slice for each dimension."""
+
+DEFAULT_CHUNK = 512
+"""Height and width of the chunks of a zarr array."""
+
+
+def create_zarr(path: str, shape: tuple[int, ...], dtype: np.dtype) -> Target:
+    """Create a zarr array."""
+    import zarr
+
+    chunks = tuple(min(size, DEFAULT_CHUNK) for size in shape)
+    return zarr.create_array(path, shape=shape, chunks=chunks, dtype=dtype, config={"write_empty_chunks": True})
+
+
+def create_numpy(path: str, shape: tuple[int, ...], dtype: np.dtype) -> Target:
+    """Create an `.npy` file."""
+    return np.lib.format.open_memmap(path, "w+", dtype, shape)
+
+
+CREATORS: dict[str, Callable[[str, tuple[int, ...], np.dtype], Target]] = {"zarr": create_zarr, "numpy": create_numpy}
+"""Functions that create a file, by format. Arguments: path, shape and type."""
+
+
+@dataclasses.dataclass
+class _OpenTarget:
+    """A file that is written.
+
+    Attributes:
+        array: Its array.
+        missing: Number of values that are not written yet.
+    """
+
+    array: Target
+    missing: int
+
+
+class RegionWrites:
+    """Writes regions of batches of images, for `rewriters.ir.region_reads.write_images`.
+
+    A file is created with the first region of its image, and closed with the last.
+
+    Args:
+        create: Creates a file.
+        shape: Shape of an image.
+        overwrite: Whether to replace files that exist.
+    """
+
+    def __init__(
+        self, create: Callable[[str, tuple[int, ...], np.dtype], Target], shape: tuple[int, ...], overwrite: bool
+    ) -> None:
+        self._create = create
+        self._shape = shape
+        self._overwrite = overwrite
+        self._open: dict[str, _OpenTarget] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, values: np.ndarray, keys: np.ndarray, begin: np.ndarray) -> np.ndarray:
+        """Write a region of each image; return the number of values of each.
+
+        Args:
+            values: The regions, with the batch as the first dimension.
+            keys: Paths of the files of the full batch.
+            begin: First position along each dimension, the batch first.
+
+        Raises:
+            ImageWriteError: If a region cannot be written.
+        """
+        first, *corner = begin.tolist()
+        region = tuple(slice(start, start + size) for start, size in zip(corner, values.shape[1:], strict=True))
+        for key, image in zip(keys[first : first + len(values)].tolist(), values, strict=True):
+            self._write(key.decode(), region, image)
+        return np.full(len(values), math.prod(values.shape[1:]), np.int64)
+
+    def _write(self, path: str, region: tuple[slice, ...], image: np.ndarray) -> None:
+        try:
+            with self._lock:
+                if all(part.start == 0 for part in region):  # Also after a step that ended early.
+                    self._open[path] = _OpenTarget(self._created(path, image.dtype), math.prod(self._shape))
+                target = self._open[path]
+            target.array[region] = image
+            target.missing -= image.size
+            if not target.missing:
+                with self._lock:
+                    del self._open[path]
+        except Exception as error:
+            place = ", ".join(f"{part.start}:{part.stop}" for part in region)
+            reason = str(error) or type(error).__name__
+            problem = f"Cannot write the region [{place}] of the image `{path}`: {reason}."
+            raise record_error(ImageWriteError(f"{problem} The file is incomplete.")) from error
+
+    def _created(self, path: str, dtype: np.dtype) -> Target:
+        if os.path.lexists(path):
+            if not self._overwrite and path not in self._open:
+                raise FileExistsError("it exists. Remove it, or pass `overwrite=True`")
+            shutil.rmtree(path) if Path(path).is_dir() else os.remove(path)
+        return self._create(path, self._shape, dtype)
+
+
+@keras.saving.register_keras_serializable("tflms_sft")
+class ImageWriter(keras.layers.Layer):
+    """A Keras layer that writes images to files, by tiles if the step is rewritten.
+
+    `predict` returns whole results. A model that ends in this layer writes them instead, each tile when it is computed,
+    and returns the number of values written for each image:
+
+        results = keras.Input((), dtype="string")
+        writer = tflms_sft.ImageWriter("zarr")
+        predictor = keras.Model([paths, results], writer(model(paths), results))
+        predictor.predict(data, callbacks=[tflms_sft.MemoryBudget("4GiB")])
+
+    Args:
+        target: Format of the files, `"zarr"` or `"numpy"`. Otherwise a function that creates a file, and returns an
+            object with `__setitem__`, which receives a slice for each dimension. Arguments are path, shape and type.
+        dtype: Type of the numbers.
+        overwrite: Whether to replace files that exist; otherwise they are an error.
+        name: Name of the layer.
+
+    Raises:
+        ValueError: For an unknown format.
+        ImportError: If the package of the format is not installed.
+    """
+
+    def __init__(
+        self,
+        target: str | Callable[[str, tuple[int, ...], np.dtype], Target],
+        dtype: str = "float32",
+        *,
+        overwrite: bool = False,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name=name, dtype=dtype, trainable=False)
+        self.supports_jit = False
+        if isinstance(target, str):
+            if target not in CREATORS:
+                formats = tuple(CREATORS)
+                raise ValueError(f"Unknown `target`. Received: {target!r}. Expected one of {formats}, or a function.")
+            check_packages(target)
+        elif not callable(target):
+            raise ValueError(f"`target` must be a format or a function. Received: target={target!r}.")
+        self.target = target
+        self.overwrite = overwrite
+        self._writes: list[Any] = []
+
+    def call(self, images: Any, paths: Any) -> Any:
+        """Write the images of a batch, and return the number of values written for each.
+
+        Args:
+            images: Images of known size, with the batch first.
+            paths: Paths of their files, of shape `(batch,)`.
+        """
+        if None in images.shape[1:]:
+            raise ValueError(f"`{self.name}` requires images of known size. Received: shape={tuple(images.shape)}.")
+        create = self.target if callable(self.target) else CREATORS[self.target]
+        # TensorFlow refers to the function of an op weakly.
+        write = functools.partial(RegionWrites(create, tuple(images.shape[1:]), self.overwrite))
+        self._writes.append(write)
+        return write_images(write, tf.cast(images, self.compute_dtype), tf.reshape(paths, [-1]))
+
+    def compute_output_spec(self, images: Any, paths: Any) -> keras.KerasTensor:
+        """Return shape and type of the numbers.
+
+        Args:
+            images: Symbolic images.
+            paths: Symbolic paths.
+        """
+        return keras.KerasTensor((images.shape[0] or paths.shape[0],), "int64")
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments.
+
+        Raises:
+            ValueError: If `target` is a function, which cannot be saved.
+        """
+        if callable(self.target):
+            raise ValueError(f"`{self.name}` cannot be saved: its `target` is a function. Expected a format.")
+        return {"target": self.target, "dtype": self.compute_dtype, "overwrite": self.overwrite, "name": self.name}
