@@ -10,10 +10,13 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 # The theme prints a notice about another project otherwise.
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: demo test test-all test-versions fuzz lint docs clean
+.PHONY: demo demo-slide test test-all test-versions fuzz lint docs clean
 
 demo: $(STAMP)
 	$(RUN) -m examples.demo
+
+demo-slide: $(STAMP)
+	$(RUN) -m examples.slide
 
 test: lint
 	$(RUN) -m pytest -n 3 --dist loadfile --no-loadscope-reorder

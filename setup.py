@@ -73,7 +73,7 @@ setup(
         "zarr": ["zarr>=3"],
         "compare": ["matplotlib", "torch"],
         "docs": ["mkdocs-jupyter", "mkdocs-material>=9.5", "mkdocstrings-python"],
-        "examples": ["matplotlib", "nibabel", "scikit-image"],
+        "examples": ["matplotlib", "nibabel", "scikit-image", "zarr>=3"],
         "test": [
             "h5py",
             "hypothesis",

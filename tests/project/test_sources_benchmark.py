@@ -1,0 +1,56 @@
+"""Criteria and table of `benchmarks.sources`, with measurements replaced, and its steps on a small image."""
+
+import pytest
+
+from benchmarks import _child, _source_steps, sources
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Figures that replace those of the children."""
+    figures = {
+        "write": None,
+        "memory": {
+            "headline": "1 segment(s) in 16x16 tiles, predicted peak 148 MiB",
+            "predicted_bytes": 148 * sources.MIB,
+            "original_bytes": 26 * sources.GIB,
+            "tile_bytes": sources.MIB,
+            "rss_bytes": sources.BUDGET + 2 * sources.MIB,
+            "seconds": 60.0,
+        },
+        "times": {"losses": {"memory": [1.0, 0.9], "file": [1.0, 0.9]}, "ratio": 1.1, "seconds": {}},
+    }
+    monkeypatch.setattr(_child, "call_in_child", lambda target, kwargs, env: figures[target.partition(":")[2]])
+    return figures
+
+
+def test_lines_pass_and_are_stored(measured, tmp_path, capsys):
+    results = tmp_path / "results.json"
+    arguments = ["--folder", str(tmp_path), "--results", str(results)]
+    assert sources.main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert all(f"passed    {name}" in printed for name in sources.LINES)
+    assert "16x16 tiles" in results.read_text()
+    assert sources.main(arguments) == 0  # Nothing is missing.
+    assert capsys.readouterr().out == ""
+    assert [path.name for path in tmp_path.iterdir()] == [results.name]
+
+
+def test_lines_fail(measured, tmp_path):
+    measured["memory"]["rss_bytes"] += 1
+    measured["times"]["ratio"] = 1.11
+    results = ["--folder", str(tmp_path), "--results", str(tmp_path / "results.json")]
+    assert sources.main(["--lines", "4GB", *results]) == 1
+    assert sources.main(["--lines", "time", *results]) == 1
+    measured["times"] |= {"ratio": 1.0, "losses": {"memory": [1.0], "file": [1.001]}}
+    assert sources.time_line(str(tmp_path), 1)["criteria"]["equal losses"] is False
+
+
+def test_steps_in_files_and_in_memory_have_equal_losses(tmp_path, monkeypatch):
+    monkeypatch.setattr(_source_steps, "CHUNK", 64)
+    _source_steps.write(folder=str(tmp_path), size=160, emit=print)
+    figures = _source_steps.times(folder=str(tmp_path), size=160, budget=16 * 2**20, runs=1, emit=print)
+    assert figures["losses"]["memory"] == pytest.approx(figures["losses"]["file"], rel=1e-5)
+    assert "tiles" in figures["headlines"]["file"]
+    memory = _source_steps.memory(folder=str(tmp_path), size=160, budget=16 * 2**20, emit=print)
+    assert memory["loss"] == pytest.approx(figures["losses"]["file"][0], rel=1e-5)
