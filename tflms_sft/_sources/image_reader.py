@@ -53,6 +53,12 @@ class ImageReader(keras.layers.Layer):
             otherwise they are an error.
         name: Name of the layer.
 
+    Attributes:
+        image_shape: Shape of each image in its file.
+        output_image_shape: Shape of each image, or of its view.
+        supports_jit: False: XLA compiles no Python calls.
+        view_seeds: State of the draws of views; `None` without a view.
+
     Raises:
         ValueError: For an unknown format or an invalid shape, type or order of axes.
         ImportError: If the package of the format is not installed.

@@ -141,6 +141,9 @@ class ImageWriter(keras.layers.Layer):
         overwrite: Whether to replace files that exist; otherwise they are an error.
         name: Name of the layer.
 
+    Attributes:
+        supports_jit: False: XLA compiles no Python calls.
+
     Raises:
         ValueError: For an unknown format.
         ImportError: If the package of the format is not installed.

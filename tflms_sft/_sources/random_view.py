@@ -39,6 +39,9 @@ class RandomView:
         turns: Whether the first two axes are turned by 0 to 3 quarter turns. They must have equal sizes.
         seed: Seed of the draws.
 
+    Attributes:
+        generator: State of the draws.
+
     Raises:
         ValueError: For sizes or axes that are negative.
     """

@@ -26,6 +26,10 @@ class ReadingModel(keras.Model):
             are no files.
         sample_weights: The same for sample weights.
         name: Name of the model.
+
+    Attributes:
+        label_readers: Readers of the labels.
+        weight_readers: Readers of the sample weights.
     """
 
     def __init__(
