@@ -15,7 +15,7 @@ import numpy as np
 
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.emission.loop_emitter import is_awaited
-from rewriters.emission.loop_tensors import loop_input_tensors, loop_output_tensors
+from rewriters.emission.loop_tensors import loop_input_tensors, loop_operand, loop_output_tensors
 from rewriters.ir.graph import Node, Tensor
 from rewriters.ir.region_reads import is_region_read
 from rewriters.ir.static_values import MAX_ELEMENTS
@@ -107,7 +107,7 @@ class _ProgramHasher(StructuralHasher):
         tile_loop = self.tile_loop
         inputs = tuple(self.number(tensor) for tensor in loop_input_tensors(tile_loop, self.segment))
         body = tuple(self._op(node) for node in tile_loop.body)
-        ends = tuple(self.number(tensor) for tensor in loop_output_tensors(tile_loop))
+        results = tuple(self.number(tensor) for tensor in loop_output_tensors(tile_loop))
         roles = (len(tile_loop.writes), len(tile_loop.accumulates), tuple(map(self.number, tile_loop.reads)))
         cells = tuple(_rows(tile_loop.cells.get(tensor)) for tensor in tile_loop.writes)
         moments = tuple(self._moments(pair) for pair in tile_loop.moments)
@@ -116,7 +116,9 @@ class _ProgramHasher(StructuralHasher):
         rows = (tile_loop.order, tile_loop.row_axis, carries, saves)
         tensors = tuple(self._tensor(tensor) for tensor in self.numbers)
         files = tuple(self.operation(t.node) for t in tile_loop.reads if is_region_read(t.node))
-        return (tile_loop.backward, tile_loop.grid, rows, inputs, body, ends, roles, cells, moments, files, tensors)
+        operands = tuple(self.number(loop_operand(t)) for t in tile_loop.reads)
+        ends = (results, cells, moments, files, operands)
+        return (tile_loop.backward, tile_loop.grid, rows, inputs, body, ends, roles, tensors)
 
     def _carry(self, tensor: Tensor, carry: CarriedRows) -> Hashable:
         saved = None if carry.saved is None else self.number(carry.saved)

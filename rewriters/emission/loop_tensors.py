@@ -1,7 +1,7 @@
 """Tensors that a loop receives and computes, in the order of the traced function's arguments and results.
 
-Most images that a loop slices are arguments of full size. There are two exceptions, of which an iteration makes its own
-slice: images in files, and images that repeat a single number, as the gradient of a mean does.
+Most images that a loop slices are arguments of full size. An iteration reads or fills its own slice of two kinds:
+images in files, and images that repeat a single number, as the gradient of a mean does.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def loop_operand(tensor: Tensor) -> Tensor:
 def repeated_number(tensor: Tensor) -> Tensor | None:
     """Return the tensor with a single entry that an image repeats; `None` for any other image."""
     node = tensor.node
-    while node.op in _ALIASES and node.inputs[0].dtype == tensor.dtype:
+    while node.op in _ALIASES and len(node.outputs) == 1 and node.inputs[0].dtype == tensor.dtype:
         node = node.inputs[0].node
     if node.op not in _REPEATS:
         return None

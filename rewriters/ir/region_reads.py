@@ -1,8 +1,8 @@
 """Ops that read a region of an image from a file, or write one.
 
 A region read is a stateless Python call with five operands: keys, one for each image of a batch; begin and size of a
-region, with the batch as the first dimension; begin and size of the region that is read next, which has no entries if
-there is none. In the original step, it reads whole images. In a tile loop, each iteration reads the rows of its own
+region, with the batch as the first dimension; begin and size of the region that is read next, whose size is 0 after the
+last tile. In the original step, it reads whole images. In a tile loop, each iteration reads the rows of its own
 tile, so that the image is never whole in memory.
 """
 
@@ -41,13 +41,30 @@ def read_images(read: Callable[..., np.ndarray], keys: Any, shape: Sequence[int]
     Returns:
         A tensor of shape `(batch, *shape)`.
     """
-    begin = tf.zeros([len(shape) + 1], tf.int64)
+    keys, begin = _at_run_time(keys), tf.zeros([len(shape) + 1], tf.int64)
     size = tf.concat([tf.shape(keys, out_type=tf.int64), tf.constant(list(shape), tf.int64)], 0)
     images = tf.numpy_function(read, [keys, begin, size, begin, begin], dtype, stateful=False)
     images.set_shape([*keys.shape, *shape])
-    if not tf.executing_eagerly():
-        tf_internals.set_attr(images.op, REGION_READ, tf.compat.v1.AttrValue(b=True))
+    _mark(images, REGION_READ)
     return images
+
+
+def _mark(result: Any, attribute: str) -> None:
+    if not tf.executing_eagerly():
+        tf_internals.set_attr(result.op, attribute, tf.compat.v1.AttrValue(b=True))
+
+
+def _at_run_time(keys: Any) -> Any:
+    """Return keys that are no constant: constant folding would run a call with constant keys once for all steps."""
+    if tf.executing_eagerly() or tf.get_static_value(keys) is None:
+        return keys
+    result = tf.numpy_function(_same, [keys], keys.dtype, stateful=True)
+    result.set_shape(keys.shape)
+    return result
+
+
+def _same(keys: np.ndarray) -> np.ndarray:
+    return keys
 
 
 def write_images(write: Callable[..., np.ndarray], images: Any, keys: Any) -> Any:
@@ -63,13 +80,12 @@ def write_images(write: Callable[..., np.ndarray], images: Any, keys: Any) -> An
         keys: A vector with the key of each image, strings or integers.
 
     Returns:
-        A vector of integers.
+        A vector of integers. TensorFlow drops the write from a graph that does not use it.
     """
-    begin = tf.zeros([images.shape.rank], tf.int64)
+    keys, begin = _at_run_time(keys), tf.zeros([images.shape.rank], tf.int64)
     numbers = tf.numpy_function(write, [images, keys, begin], tf.int64, stateful=False)
     numbers.set_shape(keys.shape)
-    if not tf.executing_eagerly():
-        tf_internals.set_attr(numbers.op, REGION_WRITE, tf.compat.v1.AttrValue(b=True))
+    _mark(numbers, REGION_WRITE)
     return numbers
 
 

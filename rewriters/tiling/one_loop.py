@@ -46,7 +46,8 @@ def in_one_loop(analysis: GraphAnalysis, segment: Segment, excluded: set[Node]) 
             return None
         if _between(analysis, segment):
             return None
-    return with_final_sums(analysis, dataclasses.replace(segment, one_loop=True))
+    segment = with_final_sums(analysis, dataclasses.replace(segment, one_loop=True))
+    return None if _gradients_wait_for_shape(analysis, segment) else segment
 
 
 def _between(analysis: GraphAnalysis, segment: Segment) -> set[Node]:
@@ -54,6 +55,27 @@ def _between(analysis: GraphAnalysis, segment: Segment) -> set[Node]:
     nodes = {*segment.forward, *segment.backward}
     between = nodes_between(nodes, analysis.successors, analysis.position)
     return {node for node in between if not reads_shape_only(node) and node.op != "Const"}
+
+
+def _gradients_wait_for_shape(analysis: GraphAnalysis, segment: Segment) -> bool:
+    """Return whether an incoming gradient needs the shape of a tensor that is computed after the loop.
+
+    An example is the batch size of a loss per image, outside of the segment. Shapes inside are those of an entry.
+    """
+    inside = {*segment.forward, *segment.backward}
+    after = descendants(analysis, inside) - inside
+    shapes = [n for n in analysis.order if reads_shape_only(n) and any(t.node in after for t in n.inputs)]
+    return bool(shapes) and not ancestors(inside).isdisjoint(shapes)
+
+
+def descendants(analysis: GraphAnalysis, nodes: set[Node]) -> set[Node]:
+    """Return nodes and all ops that depend on their values."""
+    found, stack = set(nodes), list(nodes)
+    while stack:
+        new = [node for node in analysis.successors[stack.pop()] if node not in found]
+        found.update(new)
+        stack.extend(new)
+    return found
 
 
 def with_final_sums(analysis: GraphAnalysis, segment: Segment) -> Segment:
@@ -67,8 +89,9 @@ def with_final_sums(analysis: GraphAnalysis, segment: Segment) -> Segment:
         segment: A segment with one loop.
     """
     joined = _FinalOps(analysis, segment).find()
-    read = {exit_: _forward_consumers(analysis, exit_) for exit_ in segment.exits}
-    exits = [exit_ for exit_, nodes in read.items() if exit_ in analysis.graph.outputs or not nodes <= joined.keys()]
+    inside = {*segment.forward, *segment.backward, *joined}
+    outputs = analysis.graph.outputs
+    exits = [exit_ for exit_ in segment.exits if exit_ in outputs or not _readers(analysis, exit_) <= inside]
     if len(exits) == len(segment.exits):
         return segment
     kinds = dict(segment.kinds)
@@ -80,10 +103,9 @@ def with_final_sums(analysis: GraphAnalysis, segment: Segment) -> Segment:
     return dataclasses.replace(segment, forward=forward, exits=exits, kinds=kinds, final=list(joined))
 
 
-def _forward_consumers(analysis: GraphAnalysis, tensor: Tensor) -> set[Node]:
-    """Return the forward ops that read a tensor, and not its shape alone."""
-    consumers = {node for node, _ in analysis.consumers.get(tensor, ()) if not reads_shape_only(node)}
-    return {node for node in consumers if node not in analysis.backward}
+def _readers(analysis: GraphAnalysis, tensor: Tensor) -> set[Node]:
+    """Return the ops that read a tensor, and not its shape alone."""
+    return {node for node, _ in analysis.consumers.get(tensor, ()) if not reads_shape_only(node)}
 
 
 class _FinalOps:
@@ -99,16 +121,7 @@ class _FinalOps:
         self.segment = segment
         self.inside = {*segment.forward, *segment.backward}
         self.joined: dict[Node, TileKind] = {}
-        self._dependent = self._descendants()
-
-    def _descendants(self) -> set[Node]:
-        """Return all ops that depend on ops of the segment."""
-        found, stack = set(self.inside), list(self.inside)
-        while stack:
-            new = [node for node in self.analysis.successors[stack.pop()] if node not in found]
-            found.update(new)
-            stack.extend(new)
-        return found
+        self._dependent = descendants(analysis, self.inside)
 
     def find(self) -> dict[Node, TileKind]:
         """Return the ops in topological order, with the kinds of their results."""
@@ -126,17 +139,18 @@ class _FinalOps:
             except NotTileableError:
                 continue
             if self.joined[node] is TileKind.FULL:
-                for other in self._readers(node):
+                for other in self._readers_of(node):
                     heapq.heappush(heap, (position[other], other))
-        while unused := [node for node in self.joined if not self._is_needed(node)]:
+        while unused := [node for node in self.joined if not self._can_stay(node)]:
             for node in unused:
                 del self.joined[node]
         return self.joined
 
     def _outside(self, tensor: Tensor) -> set[Node]:
-        return _forward_consumers(self.analysis, tensor) - self.inside
+        """Return the ops outside of the segment that read a tensor."""
+        return _readers(self.analysis, tensor) - self.inside
 
-    def _readers(self, node: Node) -> set[Node]:
+    def _readers_of(self, node: Node) -> set[Node]:
         return set().union(*(self._outside(node.out(index)) for index in range(len(node.outputs))))
 
     def _kind(self, node: Node) -> TileKind:
@@ -145,26 +159,28 @@ class _FinalOps:
         Raises:
             NotTileableError: If the op cannot join.
         """
-        if node.stateful or node.control_inputs:
-            raise NotTileableError("it has side effects, or waits for an op")
+        if node in self.analysis.backward or node.stateful or node.control_inputs:
+            raise NotTileableError("it is no forward op, has side effects, or waits for an op")
         rule, view = find_rule(node), self.analysis.view(node)
         data, kinds = rule.data(view), []
         for position, tensor in enumerate(node.inputs):
             is_result = tensor.node in self.inside or self.joined.get(tensor.node) is TileKind.FULL
             is_image = position in data and self.analysis.is_image(tensor)
             if is_result != is_image or (not is_result and tensor.node in self._dependent):
-                raise NotTileableError("it reads an image or a value from outside of the loop")
+                raise NotTileableError(f"it reads `{tensor.name}`, which the loop does not compute")
             kinds.append(TileKind.FULL if is_result else TileKind.INVARIANT)
         kind = rule.result_kind_gathered(view, kinds)
         if kind is TileKind.REDUCED:
             if rule.per_pixel(view) or rule.summed(view) != 0:
                 raise NotTileableError("it reduces over some axes only")
             return kind
+        if rule.flops(view, 1):
+            raise NotTileableError("it is a product, which another segment may compute")
         check_forward(self.analysis, node)
         return kind
 
-    def _is_needed(self, node: Node) -> bool:
-        """Return whether an op reads results that need not have full size, and only ops in the loop read its own."""
+    def _can_stay(self, node: Node) -> bool:
+        """Return whether the loop computes an op's operands, and only ops of the loop read them and its results."""
         outputs = set(self.analysis.graph.outputs)
         for tensor in node.inputs:
             is_exit = tensor in self.segment.exits
@@ -175,10 +191,4 @@ class _FinalOps:
         if self.joined[node] is TileKind.REDUCED:
             return True
         results = {node.out(index) for index in range(len(node.outputs))}
-        return results.isdisjoint(outputs) and self._all_readers(node) <= self.joined.keys()
-
-    def _all_readers(self, node: Node) -> set[Node]:
-        """Return all ops that read the results of an op, and not their shapes alone."""
-        tensors = (node.out(index) for index in range(len(node.outputs)))
-        readers = {other for tensor in tensors for other, _ in self.analysis.consumers.get(tensor, ())}
-        return {other for other in readers if not reads_shape_only(other)}
+        return results.isdisjoint(outputs) and self._readers_of(node) <= self.joined.keys()

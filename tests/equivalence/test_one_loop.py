@@ -175,3 +175,26 @@ def test_a_budget_uses_one_loop():
     plan = tflms_sft.rewrite(step.function, tflms_sft.AutoParams(budget), *step.specs).plan
     assert any(segment.one_loop for segment in plan.segments)
     assert "forward and backward in one loop" in str(plan)
+
+
+def test_loss_per_image_with_weights_and_an_unknown_batch():
+    """The gradient needs the size of the weighted losses, which are computed after the image's loop."""
+    x, y, weights = np.random.default_rng(0).normal(size=(4, 24, 24, 3)), np.ones((4, 24, 24, 2)), np.arange(1.0, 5.0)
+
+    def trained(callbacks):
+        keras.utils.set_random_seed(0)
+        image = keras.Input((24, 24, 3))
+        model = keras.Model(image, layers.Conv2D(2, 3, padding="same")(conv(4)(image)))
+
+        def loss(true, found):
+            return keras.ops.mean(keras.ops.square(true - found), (1, 2, 3))
+
+        model.compile("sgd", loss, jit_compile=False)
+        data = tf.data.Dataset.from_tensor_slices((x, y, weights)).batch(2)
+        history = model.fit(data, epochs=2, shuffle=False, verbose=0, callbacks=callbacks).history
+        return [*history["loss"], *map(np.array, model.weights)]
+
+    callback = tflms_sft.MemoryBudget(180_000, verbose=0)
+    for value, expected in zip(trained([callback]), trained([]), strict=True):
+        np.testing.assert_allclose(value, expected, rtol=1e-10, atol=1e-10)
+    assert callback.plan.segments

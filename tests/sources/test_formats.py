@@ -228,8 +228,12 @@ def test_hdf5_file_with_several_datasets(tmp_path):
     [
         (("jpeg", SHAPE), "Unknown `source`. Received: 'jpeg'. Expected one of"),
         ((3, SHAPE), "`source` must be a format or a function"),
-        (("zarr", (5,)), "`shape` must have at least two positive sizes"),
-        (("zarr", (5, 0)), "`shape` must have at least two positive sizes"),
+        (("zarr", (5,)), "`shape` must have at least two sizes"),
+        (("zarr", (5, 0)), "`shape` must be a sequence of integers of at least 1"),
+        (("zarr", (None, None, 3)), "`shape` must be a sequence of integers of at least 1"),
+        (("zarr", 64), "`shape` must be a sequence of integers of at least 1. Received: shape=64"),
+        (("zarr", SHAPE, "uint9"), "`dtype` must be one of .*Received: dtype='uint9'"),
+        (("zarr", SHAPE, "mixed_float16"), "`dtype` must be one of"),
     ],
 )
 def test_invalid_arguments(arguments, message):
@@ -239,7 +243,7 @@ def test_invalid_arguments(arguments, message):
 
 @pytest.mark.parametrize("axes", [(0, 1), (0, 1, 1), (0, 1, -1)])
 def test_invalid_axes(axes):
-    with pytest.raises(ValueError, match="`axes` must name another dimension of the file"):
+    with pytest.raises(ValueError, match="`axes` must name a different dimension of the file"):
         tflms_sft.ImageReader("zarr", SHAPE, axes=axes)
 
 
@@ -257,8 +261,57 @@ def test_inputs_of_another_type(tmp_path):
 
 
 def test_index_that_does_not_exist():
-    with pytest.raises(tflms_sft.ImageReadError, match="There is no image 4. Expected: an index below 1"):
+    with pytest.raises(tflms_sft.ImageReadError, match="There is no image 4. Expected: an index from 0 to 0"):
         tflms_sft.ImageReader("zarr", SHAPE, paths=["a"])(tf.constant([4]))
+
+
+@pytest.mark.parametrize("paths", ["image.zarr", []])
+def test_invalid_paths(paths):
+    with pytest.raises(ValueError, match="`paths` must be a sequence of at least one path"):
+        tflms_sft.ImageReader("zarr", SHAPE, paths=paths)
+
+
+@pytest.mark.parametrize("keys", [tf.constant([["a"]]), tf.constant("a")])
+def test_keys_of_another_shape(keys):
+    with pytest.raises(ValueError, match=r"must have the shape \(batch,\)"):
+        tflms_sft.ImageReader("zarr", SHAPE)(keys)
+
+
+def test_numbers_in_another_byte_order(tmp_path):
+    image = pixels(*SHAPE).astype(">u2")
+    np.save(tmp_path / "image.npy", image)
+    image_reader = tflms_sft.ImageReader("numpy", SHAPE, "uint16")
+    np.testing.assert_array_equal(whole(image_reader, str(tmp_path / "image.npy")), image)
+
+
+def test_source_that_returns_another_type_than_it_says():
+    class Lying(formats.ArraySource):
+        def __getitem__(self, region):
+            return super().__getitem__(region) + 0.5
+
+    image_reader = tflms_sft.ImageReader(lambda path: Lying(pixels(*SHAPE)), SHAPE)
+    with pytest.raises(tflms_sft.ImageReadError, match="its region has numbers of type float64, expected uint8"):
+        whole(image_reader, "a")
+
+
+def test_closed_reader_opens_files_again(tmp_path):
+    import h5py
+
+    image = pixels(*SHAPE)
+    (path,) = write_images(tmp_path, "hdf5", image[None])
+    image_reader = reader("hdf5", image[None])
+    whole(image_reader, path)
+    image_reader.close()
+    with h5py.File(path, "a") as file:
+        file["scan/pixels"][...] = 7
+    assert np.all(whole(image_reader, path) == 7)
+
+
+def test_group_without_the_level(tmp_path):
+    image = pixels(*SHAPE)
+    write_group(tmp_path / "group.zarr", image)
+    with pytest.raises(tflms_sft.ImageReadError, match=r"it is a group of \['0', '1'\], without '5'"):
+        whole(reader("zarr", image[None], level=5), str(tmp_path / "group.zarr"))
 
 
 def test_readers_are_saved_and_loaded():

@@ -134,6 +134,13 @@ def test_plain_training_reads_whole_images(tmp_path, reads):
     assert len(reads) == 6  # The loss and the metric share a read.
 
 
+@pytest.mark.parametrize("labels", ["zarr", 3])
+def test_labels_that_are_no_readers(labels):
+    paths = keras.Input((2,))
+    with pytest.raises(TypeError, match="`labels` must be readers. Received: labels="):
+        tflms_sft.ReadingModel(paths, L.Dense(1)(paths), labels=labels)
+
+
 def test_evaluation_reads_tiles(tmp_path, reads):
     net, shape = NETS["convolutions"]
     images, masks = pixels(0, 4, *shape), labels(1, 4, *shape[:-1])
@@ -145,3 +152,26 @@ def test_evaluation_reads_tiles(tmp_path, reads):
     np.testing.assert_allclose(model.evaluate(data, verbose=0, callbacks=[callback]), expected, rtol=1e-6)
     (segment,) = callback.evaluate_plan.segments
     assert segment.tile_rows and all(is_tile(size, (2, *shape[: len(size) - 1])) for size in reads)
+
+
+def test_constant_paths_are_read_at_each_call(tmp_path, reads):
+    images = pixels(0, 1, *NETS["convolutions"][1])
+    (path,) = write_images(tmp_path, "numpy", images)
+    image_reader = reader("numpy", images)
+    mean = tf.function(lambda: tf.reduce_mean(tf.cast(image_reader(tf.constant([path])), tf.float64)), autograph=False)
+    assert float(mean()) == float(mean()) == pytest.approx(images.mean())
+    assert len(reads) == 2
+
+
+def test_saved_plan_is_for_an_equal_model(tmp_path):
+    net, shape = NETS["convolutions"]
+    images, masks = pixels(0, 1, *shape), labels(1, 1, *shape[:-1])
+    x, y = write_images(tmp_path, "zarr", images), write_images(tmp_path, "zarr", masks, "mask")
+    callback = tflms_sft.MemoryBudget(400_000, verbose=0)
+    first = trained(make_model(net, shape, reader("zarr", images), reader("zarr", masks)), x, y, [callback])
+    callback.plan.save(tmp_path / "plan.json")
+    keras.backend.clear_session()
+    again = tflms_sft.MemoryBudget(400_000, plan=tmp_path / "plan.json", verbose=0)
+    model = make_model(net, shape, reader("zarr", images), reader("zarr", masks))
+    assert_equal(trained(model, x, y, [again]), first)
+    assert again.plan.segments == callback.plan.segments

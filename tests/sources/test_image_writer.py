@@ -108,6 +108,21 @@ def test_file_that_exists(tmp_path):
     assert zarr.open_array(tmp_path / "result").shape == (*SHAPE[:2], 2)
 
 
+def test_folder_that_is_no_array_is_kept(tmp_path):
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "file").write_text("content")
+    writer = tflms_sft.ImageWriter("zarr", overwrite=True)
+    with pytest.raises(tflms_sft.ImageWriteError, match="precious`: it is a folder without an array"):
+        writer(tf.zeros([1, 8, 8, 2]), tf.constant([str(tmp_path / "precious")]))
+    assert (tmp_path / "precious" / "file").read_text() == "content"
+
+
+def test_images_of_a_batch_with_one_path(tmp_path):
+    path = str(tmp_path / "result")
+    with pytest.raises(tflms_sft.ImageWriteError, match="Several images of a batch have one path"):
+        tflms_sft.ImageWriter("numpy")(tf.zeros([2, 8, 8, 2]), tf.constant([path, path]))
+
+
 def test_targets_of_users_and_errors(tmp_path):
     class Full:
         def __setitem__(self, region, values):

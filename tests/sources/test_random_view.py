@@ -84,19 +84,77 @@ def test_tiles_of_views_train_as_whole_views(tmp_path):
         np.testing.assert_allclose(value, other, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_masks_show_the_views_of_images(tmp_path):
-    images = pixels(0, 8, *SHAPE)
-    x, y = write_images(tmp_path, "numpy", images), write_images(tmp_path, "numpy", images[..., :1], "mask")
-    view = tflms_sft.RandomView(crop=(20, 20), flips=(0, 1), turns=True, seed=3)
-    image_reader, mask_reader = reader("numpy", images, view=view), reader("numpy", images[..., :1], view=view)
+WRAPPERS = {
+    "eager": lambda function: function,
+    "graph": lambda function: tf.function(function, autograph=False),
+}
 
-    @tf.function(autograph=False)
-    def both(paths, masks):
-        return image_reader(paths, training=True), mask_reader(masks, training=True)
 
+def readers_of(folder, num_images=8, seed=3):
+    """Return paths of images and masks, and their readers, which have one view; masks are the first channel."""
+    images = pixels(0, num_images, *SHAPE)
+    x, y = write_images(folder, "numpy", images), write_images(folder, "numpy", images[..., :1], "mask")
+    view = tflms_sft.RandomView(crop=(20, 20), flips=(0, 1), turns=True, seed=seed)
+    image_reader, mask_reader = (reader("numpy", like, view=view) for like in (images, images[..., :1]))
+    return tf.constant(x), tf.constant(y), image_reader, mask_reader
+
+
+@pytest.mark.parametrize("outer", WRAPPERS)
+@pytest.mark.parametrize("inner", WRAPPERS)
+def test_masks_show_the_views_of_images(tmp_path, outer, inner):
+    x, y, image_reader, mask_reader = readers_of(tmp_path)
+    read = WRAPPERS[inner](lambda paths: image_reader(paths, training=True))
+    both = WRAPPERS[outer](lambda paths, masks: (read(paths), mask_reader(masks, training=True)))
+    before = None
     for _ in range(3):
-        shown, masks = both(tf.constant(x), tf.constant(y))
+        shown, masks = both(x, y)
         np.testing.assert_array_equal(shown[..., :1], masks)
+        assert before is None or not np.array_equal(before, masks)
+        before = masks
+
+
+def test_reader_that_has_drawn_less_often_catches_up(tmp_path):
+    x, y, image_reader, mask_reader = readers_of(tmp_path)
+    for _ in range(3):
+        image_reader(x, training=True)
+    np.testing.assert_array_equal(image_reader(x, training=True)[..., :1], mask_reader(y, training=True))
+
+
+def test_calls_in_one_graph_draw_or_do_not(tmp_path):
+    x, _, image_reader, _ = readers_of(tmp_path)
+    first, second, centre = tf.function(
+        lambda paths: [image_reader(paths, training=training) for training in (True, True, False)], autograph=False
+    )(x)
+    assert not np.array_equal(first, second)
+    np.testing.assert_array_equal(centre, pixels(0, 8, *SHAPE)[:, 14:34, 10:30])
+
+
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_loss_and_metric_read_one_mask(tmp_path, eagerly):
+    x, y, image_reader, mask_reader = readers_of(tmp_path)
+    paths = keras.Input((), dtype="string")
+    red = keras.ops.cast(image_reader(paths)[..., :1], "float32")
+    outputs = L.Conv2D(1, 1, use_bias=False, kernel_initializer="ones")(red)
+    model = tflms_sft.ReadingModel(paths, outputs, labels=mask_reader)
+    model.compile("sgd", "mae", metrics=["mae"], run_eagerly=eagerly)
+    assert model.train_on_batch(x, y, return_dict=True) == {"loss": 0.0, "mae": 0.0}
+    assert model.evaluate(x, y, batch_size=4, verbose=0) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("seed", [3, None])
+def test_saved_models_draw_equal_views(tmp_path, seed):
+    x, y, image_reader, mask_reader = readers_of(tmp_path, seed=seed)
+    paths = keras.Input((), dtype="string")
+    outputs = L.Conv2D(1, 1)(L.Rescaling(1.0)(image_reader(paths)))
+    model = tflms_sft.ReadingModel(paths, outputs, labels=mask_reader)
+    model.compile(keras.optimizers.SGD(1e-6), "mse", jit_compile=False)
+    model.train_on_batch(x, y)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert isinstance(loaded, tflms_sft.ReadingModel)
+    assert loaded.train_on_batch(x, y) == model.train_on_batch(x, y)
+    shown, masks = (loaded.layers[1](x, training=True), loaded.label_readers(y, training=True))
+    np.testing.assert_array_equal(shown[..., :1], masks)
 
 
 def test_views_of_indices_and_saved_readers(tmp_path):
@@ -112,8 +170,10 @@ def test_views_of_indices_and_saved_readers(tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"crop": (0, 5)}, "`crop` must have positive sizes"),
-        ({"flips": (-1,)}, "`flips` must be axes of an image"),
+        ({"crop": (0, 5)}, "`crop` must be a sequence of integers of at least 1"),
+        ({"crop": (16.5, 16)}, "`crop` must be a sequence of integers of at least 1"),
+        ({"crop": 32}, "`crop` must be a sequence of integers of at least 1. Received: crop=32"),
+        ({"flips": (-1,)}, "`flips` must be a sequence of integers of at least 0"),
         ({"crop": (49, 40)}, "`crop` must lie inside of the image"),
         ({"flips": (3,)}, "`flips` must be axes of the image"),
         ({"turns": True}, r"`turns` requires equal sizes along the first two axes. Received: \(48, 40\)"),

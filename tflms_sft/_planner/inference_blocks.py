@@ -159,7 +159,8 @@ class InferenceBlocks(ComponentBlocks):
         sliced = [t for t in entries if loop_operand(t) == t]
         tilings = []
         for halo in Halo:
-            blocks = with_final_sums(traced.analysis, segment) if halo is Halo.RECOMPUTE else segment
+            is_last = last == len(self.component.nodes) and halo is Halo.RECOMPUTE
+            blocks = with_final_sums(traced.analysis, segment) if is_last else segment
             whole_bytes = bytes_across + sum(t.num_bytes(batch) for t in (*sliced, *blocks.exits))
             tilings.append(InferenceTilings(self._estimates, blocks, halo, untiled=untiled, whole_bytes=whole_bytes))
         return BlockOptions(untiled, tilings)

@@ -215,7 +215,7 @@ def segment_plans(traced: TracedStep, choices: Sequence[tuple[TileableComponent,
             continue  # A neighbour took its backward ops. It stays untiled, and is modelled so.
         if choice.one_loop:
             segment = in_one_loop(traced.analysis, segment, backward_ops) or segment
-        elif not segment.backward and choice.halo is Halo.RECOMPUTE:
+        elif not segment.backward and choice.halo is Halo.RECOMPUTE and choice.last == len(component.nodes):
             segment = with_final_sums(traced.analysis, segment)
         backward_ops.update(segment.backward)
         segment = dataclasses.replace(segment, stored=choice.checkpoints - set(segment.exits))

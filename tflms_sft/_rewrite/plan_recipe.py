@@ -14,6 +14,7 @@ from typing import Any
 from rewriters.emission.tile_pass import SegmentPlan, plan_segment
 from rewriters.errors import NotTileableError
 from rewriters.ir.graph import Node, Tensor
+from rewriters.ir.region_reads import REGION_READ, REGION_WRITE
 from rewriters.tiling.ft_segments import find_components
 from rewriters.tiling.one_loop import with_final_sums
 from rewriters.tiling.segment import build_segment
@@ -31,6 +32,10 @@ FORMAT = 3
 Recipe = dict[str, Any]
 
 
+PYTHON_FUNCTION = "token"
+"""Attribute of a Python call that names its function."""
+
+
 def step_key(traced: TracedStep) -> str:
     """Return a hash of everything of a step that its plan depends on, without names."""
     numbers: dict[Tensor, int] = {}
@@ -40,7 +45,8 @@ def step_key(traced: TracedStep) -> str:
         attrs = sorted(
             (key, functions.get(value.func.name) or value.SerializeToString(deterministic=True))
             for key, value in node.attrs.items()
-            if not key.startswith("_")
+            if key in (REGION_READ, REGION_WRITE) or not key.startswith("_")
+            if key != PYTHON_FUNCTION  # Its number differs in each process.
         )
         operands = [numbers.setdefault(tensor, len(numbers)) for tensor in node.inputs]
         digest.update(repr((node.op, operands, node.outputs, attrs)).encode())
@@ -67,6 +73,7 @@ def _segment_recipe(position: Mapping[Node, int], plan: SegmentPlan) -> Recipe:
         "name": segment.name,
         "ops": sorted(position[node] for node in segment.forward if node not in segment.final),
         "one_loop": segment.one_loop,
+        "final": bool(segment.final),
         "stored": _tensors(position, segment.stored),
         "checkpoints": segment.checkpoint_set,
         "grids": [[loop.grid.batch, *loop.grid.spatial] for loop in plan.loops],
@@ -117,7 +124,6 @@ def _chain_plan(traced: TracedStep, item: Recipe, backward_ops: set[Node]) -> Se
     segment = build_segment(traced.analysis, item["name"], ops, backward_ops)
     segment = dataclasses.replace(segment, stored=stored, one_loop=item["one_loop"])
     halo = Halo(item["halo"])
-    if segment.one_loop or (not segment.backward and halo is Halo.RECOMPUTE):
-        segment = with_final_sums(traced.analysis, segment)
+    segment = with_final_sums(traced.analysis, segment) if item["final"] else segment
     forward, *others = _grids(item)
     return plan_segment(traced.analysis, segment, forward, others[-1] if others else None, halo)

@@ -31,8 +31,10 @@ PACKAGES = {
 
 FORMATS = tuple(PACKAGES)
 
+NPY_MAGIC = b"\x93NUMPY"
+
 Fingerprint = tuple[int, ...]
-"""Size, modification time and number of a file."""
+"""Size, modification time and inode of a file."""
 
 
 def fingerprint(path: str) -> Fingerprint:
@@ -163,6 +165,8 @@ def open_zarr(path: str, array: str | None, level: int, fills_missing: bool) -> 
 
     node = zarr.open(path, mode="r", path=array)
     if isinstance(node, zarr.Group):
+        if str(level) not in node:
+            raise ValueError(f"it is a group of {sorted(node.keys())}, without {str(level)!r}. Pass `array` or `level`")
         node = node[str(level)]
     return ZarrSource(node, fills_missing)
 
@@ -232,10 +236,11 @@ def open_hdf5(path: str, array: str | None, level: int, fills_missing: bool) -> 
 def open_numpy(path: str, array: str | None, level: int, fills_missing: bool) -> Source:
     """Open an array of an `.npy` file. Its pages are released after each read: they would count as memory."""
     del array, level, fills_missing
+    with open(path, "rb") as file:
+        if file.read(len(NPY_MAGIC)) != NPY_MAGIC:
+            raise ValueError("it is no `.npy` file, as `numpy.save` writes them")
     pages: Any = np.load(path, mmap_mode="r", allow_pickle=False)
-    if not isinstance(pages, np.memmap):
-        raise ValueError("it holds no array. Expected an `.npy` file, which `numpy.save` writes")
-    mapping: Any = pages._mmap  # type: ignore[attr-defined]  # Nothing public releases pages.
+    mapping: Any = pages._mmap  # Nothing public releases pages.
     return ArraySource(pages, lambda: mapping.madvise(mmap.MADV_DONTNEED))
 
 

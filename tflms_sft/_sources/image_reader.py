@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from rewriters.ir.region_reads import read_images
 from tflms_sft._sources.formats import FORMATS, OPENERS, Fingerprint, check_packages, fingerprint
-from tflms_sft._sources.random_view import RandomView
+from tflms_sft._sources.random_view import RandomView, integers
 from tflms_sft._sources.region_reads import ImageSpec, RegionReads
 from tflms_sft._sources.source import Source
 
@@ -20,16 +20,18 @@ __all__ = ["ImageReader"]
 
 REMOTE = "://"
 
-MEMO = "_tflms_sft_images"
-"""Attribute of a graph: its images by reader and keys."""
+DTYPES = (
+    *("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "bool"),
+    *("float16", "float32", "float64"),
+)
 
 
 @keras.saving.register_keras_serializable("tflms_sft")
 class ImageReader(keras.layers.Layer):
     """A Keras layer that reads images from files, by tiles if the step is rewritten.
 
-    The input of the layer are paths, one for each image of a batch, or indices of `paths`. Without rewriting, the layer
-    reads whole images. With a budget, each iteration of a tile loop reads its own tile, halo included, while the
+    The inputs of the layer are paths, one for each image of a batch, or indices of `paths`. Without rewriting, the
+    layer reads whole images. With a budget, each iteration of a tile loop reads its own tile, halo included, while the
     previous tile is computed, so that no image is whole in memory.
 
         reader = tflms_sft.ImageReader("zarr", shape=(65536, 65536, 3), dtype="uint8")
@@ -57,7 +59,7 @@ class ImageReader(keras.layers.Layer):
         image_shape: Shape of each image in its file.
         output_image_shape: Shape of each image, or of its view.
         supports_jit: False: XLA compiles no Python calls.
-        view_seeds: State of the draws of views; `None` without a view.
+        view_count: Number of draws of views; `None` without a view.
 
     Raises:
         ValueError: For an unknown format or an invalid shape, type or order of axes.
@@ -81,6 +83,8 @@ class ImageReader(keras.layers.Layer):
         fill_missing_chunks: bool = False,
         name: str | None = None,
     ) -> None:
+        if dtype not in DTYPES:
+            raise ValueError(f"`dtype` must be one of {DTYPES}. Received: dtype={dtype!r}.")
         super().__init__(name=name, dtype=dtype, trainable=False)
         self.supports_jit = False
         if isinstance(source, str):
@@ -89,14 +93,16 @@ class ImageReader(keras.layers.Layer):
             check_packages(source)
         elif not callable(source):
             raise ValueError(f"`source` must be a format or a function. Received: source={source!r}.")
-        self.image_shape = tuple(int(size) for size in shape)
-        if len(self.image_shape) < 2 or any(size < 1 for size in self.image_shape):
-            raise ValueError(f"`shape` must have at least two positive sizes. Received: shape={shape!r}.")
+        self.image_shape = integers("shape", shape, 1)
+        if len(self.image_shape) < 2:
+            raise ValueError(f"`shape` must have at least two sizes. Received: shape={shape!r}.")
         if axes is not None and (len(axes) != len(self.image_shape) or len({*axes}) != len(axes) or min(axes) < 0):
             raise ValueError(
-                f"`axes` must name another dimension of the file for each dimension of the image. Received: "
+                f"`axes` must name a different dimension of the file for each dimension of the image. Received: "
                 f"axes={axes!r} and shape={shape!r}."
             )
+        if isinstance(paths, str) or (paths is not None and not len(paths)):
+            raise ValueError(f"`paths` must be a sequence of at least one path. Received: paths={paths!r}.")
         self.source = source
         self.paths = None if paths is None else [str(path) for path in paths]
         self._options: dict[str, Any] = {"array": array, "level": level, "fill_missing_chunks": fill_missing_chunks}
@@ -105,7 +111,12 @@ class ImageReader(keras.layers.Layer):
         spec = ImageSpec(self._open, self._fingerprint, self.image_shape, numbers, self._axes)
         self.view = view
         self.output_image_shape = self.image_shape if view is None else view.shape(self.image_shape)
-        self.view_seeds = None if view is None else view.generator
+        self.view_count = None
+        if view is not None:
+            self.view_count = self.add_weight(
+                shape=(), dtype="int64", initializer="zeros", trainable=False, name="view_count"
+            )
+            view.counts.append(self.view_count)
         self._reads = RegionReads(spec, self.paths, view)
         # TensorFlow refers to the function of an op weakly.
         self._read = functools.partial(self._reads)
@@ -131,23 +142,16 @@ class ImageReader(keras.layers.Layer):
             training: Whether views are drawn.
         """
         is_text = self.paths is None
-        if (keys.dtype == tf.string) != is_text:
+        if not (keys.dtype == tf.string if is_text else keys.dtype.is_integer):
             expected = "strings with paths" if is_text else "integers, indices of `paths`"
             raise ValueError(f"The input of `{self.name}` must be {expected}. Received: dtype={keys.dtype.name!r}.")
-        if tf.executing_eagerly():
-            return self._images(keys, training)
-        # A loss and a metric read the same labels.
-        images: dict[Any, Any] = getattr(keys.graph, MEMO, {})
-        setattr(keys.graph, MEMO, images)
-        place = (id(self), keys.ref())
-        if place not in images:
-            images[place] = self._images(keys, training)
-        return images[place]
-
-    def _images(self, keys: Any, training: bool) -> Any:
-        keys = tf.reshape(keys if self.paths is None else tf.cast(keys, tf.int64), [-1])
+        if keys.shape.rank != 1:
+            raise ValueError(f"The input of `{self.name}` must have the shape (batch,). Received: {tuple(keys.shape)}.")
+        if self.paths is not None:
+            keys = tf.cast(keys, tf.int64)
         if self.view is not None:
-            keys = self.view.keys(keys if self.paths is None else tf.as_string(keys), self.image_shape, bool(training))
+            text = keys if self.paths is None else tf.as_string(keys)
+            keys = self.view.keys(text, self.image_shape, self.view_count if training else None)
         return read_images(self._read, keys, self.output_image_shape, self.compute_dtype)
 
     def compute_output_spec(self, keys: Any, training: bool = False) -> keras.KerasTensor:
@@ -169,7 +173,7 @@ class ImageReader(keras.layers.Layer):
         if callable(self.source):
             raise ValueError(f"`{self.name}` cannot be saved: its `source` is a function. Expected a format.")
         arguments = {"source": self.source, "shape": self.image_shape, "dtype": self.compute_dtype, "name": self.name}
-        view = None if self.view is None else self.view.get_config()
+        view = keras.saving.serialize_keras_object(self.view)
         return {**arguments, "paths": self.paths, "axes": self._axes, "view": view, **self._options}
 
     @classmethod
@@ -179,5 +183,8 @@ class ImageReader(keras.layers.Layer):
         Args:
             config: The arguments.
         """
-        view = config.get("view")
-        return cls(**{**config, "view": None if view is None else RandomView(**view)})
+        return cls(**{**config, "view": keras.saving.deserialize_keras_object(config.get("view"))})
+
+    def close(self) -> None:
+        """Close all files, which stay open for the next read otherwise."""
+        self._reads.close()

@@ -26,6 +26,9 @@ __all__ = ["ImageWriter"]
 Target = Any
 """An array with `__setitem__`, which receives a slice for each dimension."""
 
+ZARR_ARRAY = ("zarr.json", ".zarray")
+"""Files that tell a zarr array from another folder."""
+
 DEFAULT_CHUNK = 512
 """Height and width of the chunks of a zarr array."""
 
@@ -93,8 +96,11 @@ class RegionWrites:
         """
         first, *corner = begin.tolist()
         region = tuple(slice(start, start + size) for start, size in zip(corner, values.shape[1:], strict=True))
-        for key, image in zip(keys[first : first + len(values)].tolist(), values, strict=True):
-            self._write(key.decode(), region, image)
+        paths = [key.decode() for key in keys.tolist()]
+        if len({*paths}) != len(paths):
+            raise record_error(ImageWriteError(f"Several images of a batch have one path. Received: {paths}."))
+        for path, image in zip(paths[first : first + len(values)], values, strict=True):
+            self._write(path, region, image)
         return np.full(len(values), math.prod(values.shape[1:]), np.int64)
 
     def _write(self, path: str, region: tuple[slice, ...], image: np.ndarray) -> None:
@@ -111,20 +117,25 @@ class RegionWrites:
         except Exception as error:
             place = ", ".join(f"{part.start}:{part.stop}" for part in region)
             reason = str(error) or type(error).__name__
-            problem = f"Cannot write the region [{place}] of the image `{path}`: {reason}."
-            raise record_error(ImageWriteError(f"{problem} The file is incomplete.")) from error
+            problem = f"Cannot write the region [{place}] of the image `{path}`: {reason.rstrip('.')}."
+            raise record_error(ImageWriteError(problem)) from error
 
     def _created(self, path: str, dtype: np.dtype) -> Target:
         if os.path.lexists(path):
             if not self._overwrite and path not in self._open:
                 raise FileExistsError("it exists. Remove it, or pass `overwrite=True`")
-            shutil.rmtree(path) if Path(path).is_dir() else os.remove(path)
+            if not os.path.isdir(path):
+                os.remove(path)
+            elif any(Path(path, name).exists() for name in ZARR_ARRAY):
+                shutil.rmtree(path)
+            else:
+                raise FileExistsError("it is a folder without an array")
         return self._create(path, self._shape, dtype)
 
 
 @keras.saving.register_keras_serializable("tflms_sft")
 class ImageWriter(keras.layers.Layer):
-    """A Keras layer that writes images to files, by tiles if the step is rewritten.
+    """A Keras layer that writes images to files, by tiles under a budget.
 
     `predict` returns whole results. A model that ends in this layer writes them instead, each tile when it is computed,
     and returns the number of values written for each image:
@@ -133,6 +144,9 @@ class ImageWriter(keras.layers.Layer):
         writer = tflms_sft.ImageWriter("zarr")
         predictor = keras.Model([paths, results], writer(model(paths), results))
         predictor.predict(data, callbacks=[tflms_sft.MemoryBudget("4GiB")])
+
+    The numbers must be a result of the step: TensorFlow drops a write whose numbers nothing uses. Under `SFT`, images
+    are written when all tiles are computed.
 
     Args:
         target: Format of the files, `"zarr"` or `"numpy"`. Otherwise a function that creates a file, and returns an
@@ -168,7 +182,7 @@ class ImageWriter(keras.layers.Layer):
             raise ValueError(f"`target` must be a format or a function. Received: target={target!r}.")
         self.target = target
         self.overwrite = overwrite
-        self._writes: list[Any] = []
+        self._writes: dict[tuple[int, ...], Any] = {}
 
     def call(self, images: Any, paths: Any) -> Any:
         """Write the images of a batch, and return the number of values written for each.
@@ -180,10 +194,10 @@ class ImageWriter(keras.layers.Layer):
         if None in images.shape[1:]:
             raise ValueError(f"`{self.name}` requires images of known size. Received: shape={tuple(images.shape)}.")
         create = self.target if callable(self.target) else CREATORS[self.target]
-        # TensorFlow refers to the function of an op weakly.
-        write = functools.partial(RegionWrites(create, tuple(images.shape[1:]), self.overwrite))
-        self._writes.append(write)
-        return write_images(write, tf.cast(images, self.compute_dtype), tf.reshape(paths, [-1]))
+        shape = tuple(images.shape[1:])
+        if shape not in self._writes:  # TensorFlow refers to the function of an op weakly.
+            self._writes[shape] = functools.partial(RegionWrites(create, shape, self.overwrite))
+        return write_images(self._writes[shape], tf.cast(images, self.compute_dtype), tf.reshape(paths, [-1]))
 
     def compute_output_spec(self, images: Any, paths: Any) -> keras.KerasTensor:
         """Return shape and type of the numbers.

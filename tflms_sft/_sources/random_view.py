@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,33 +19,32 @@ __all__ = ["RandomView"]
 SEPARATOR = "\x1f"
 """Between the path and the numbers of a view in a key."""
 
-DRAWS = "_tflms_sft_views"
-"""Attribute of a graph: its draws by view."""
 
-
+@keras.saving.register_keras_serializable("tflms_sft")
 class RandomView:
     """Random crops, flips and quarter turns, drawn for each image of a batch in training.
 
-    A reader with a view reads the regions of the file that its tiles need. Readers with one view object get equal
+    A reader with a view reads only the regions of the file that its tiles show. Readers with one view object get equal
     draws: pass it to the reader of the images and to that of their masks.
 
         view = tflms_sft.RandomView(crop=(4096, 4096), flips=(0, 1), turns=True, seed=1)
         slides = tflms_sft.ImageReader("zarr", (65536, 65536, 3), view=view)
         masks = tflms_sft.ImageReader("zarr", (65536, 65536), view=view)
 
+    A reader draws at each call with `training=True`; the calls of the other readers that follow get the same draws.
     Outside of training nothing is flipped or turned, and the crop is the centre.
 
     Args:
         crop: Sizes of the crop along the first axes; `None` for the full image.
         flips: Axes along which an image is flipped with probability 1/2.
         turns: Whether the first two axes are turned by 0 to 3 quarter turns. They must have equal sizes.
-        seed: Seed of the draws.
+        seed: Seed of the draws; `None` for a seed that `keras.utils.set_random_seed` determines.
 
     Attributes:
-        generator: State of the draws.
+        counts: Number of draws of each reader.
 
     Raises:
-        ValueError: For sizes or axes that are negative.
+        ValueError: For sizes or axes that are no integers, or negative.
     """
 
     def __init__(
@@ -53,15 +54,11 @@ class RandomView:
         turns: bool = False,
         seed: int | None = None,
     ) -> None:
-        if crop is not None and any(size < 1 for size in crop):
-            raise ValueError(f"`crop` must have positive sizes. Received: crop={crop!r}.")
-        if any(axis < 0 for axis in flips):
-            raise ValueError(f"`flips` must be axes of an image, counted from 0. Received: flips={flips!r}.")
-        self.crop = None if crop is None else tuple(map(int, crop))
-        self.flips = tuple(sorted({*flips}))
+        self.crop = None if crop is None else integers("crop", crop, 1)
+        self.flips = tuple(sorted({*integers("flips", flips, 0)}))
         self.turns = bool(turns)
-        self.seed = seed
-        self.generator = keras.random.SeedGenerator(seed)
+        self.seed = random.randrange(2**31) if seed is None else int(seed)
+        self.counts: list[Any] = []
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of a view of images.
@@ -82,46 +79,67 @@ class RandomView:
             raise ValueError(f"`turns` requires equal sizes along the first two axes. Received: {result[:2]}.")
         return result
 
-    def keys(self, paths: Any, shape: tuple[int, ...], training: bool) -> Any:
+    def keys(self, paths: Any, shape: tuple[int, ...], count: Any) -> Any:
         """Return keys that name a view of each image of a batch.
 
         Args:
             paths: A vector of strings.
             shape: Shape of an image.
-            training: Whether to draw views.
+            count: Number of draws of the reader, a variable that this draw increases; `None` outside of training.
         """
         space = [full - part for full, part in zip(shape, self.crop or (), strict=False)]
         zeros = tf.zeros_like(paths, tf.int64)
         offsets = [zeros + room // 2 for room in space]
         flips, turns = [zeros for _ in self.flips], zeros
-        if training:
-            draws = self._draws(tf.shape(paths))
+        if count is not None:
+            draws = self._draws(tf.shape(paths)[0], count)
             offsets = [tf.cast(draw * (room + 1), tf.int64) for room, draw in zip(space, draws, strict=False)]
-            draws = draws[len(space) :]
-            flips = [tf.cast(draw * 2, tf.int64) for draw in draws[:-1]]
-            turns = tf.cast(draws[-1] * 4, tf.int64) if self.turns else zeros
+            *flip_draws, turn_draw = draws[len(space) :]
+            flips = [tf.cast(draw * 2, tf.int64) for draw in flip_draws]
+            turns = tf.cast(turn_draw * 4, tf.int64) if self.turns else zeros
         numbers = [tf.as_string(number) for number in (*offsets, *flips, turns)]
         return tf.strings.join([paths, tf.strings.join(numbers, ",")], SEPARATOR)
 
-    def _draws(self, size: Any) -> list[Any]:
-        """Return a vector of numbers in [0, 1) for each offset, flip and turn; the same for all readers of a graph."""
-        if tf.executing_eagerly():
-            return self._new_draws(size)
-        graph = tf.compat.v1.get_default_graph()
-        draws: dict[int, list[Any]] = getattr(graph, DRAWS, {})
-        setattr(graph, DRAWS, draws)
-        if id(self) not in draws:
-            draws[id(self)] = self._new_draws(size)
-        return draws[id(self)]
+    def _draws(self, batch: Any, count: Any) -> list[Any]:
+        """Return a vector of numbers in [0, 1) for each offset, flip and turn.
 
-    def _new_draws(self, size: Any) -> list[Any]:
-        count = len(self.crop or ()) + len(self.flips) + 1
-        numbers = keras.random.uniform((count, size[0]), dtype="float32", seed=self.generator)
-        return tf.unstack(numbers, count)
+        A reader that has drawn less often than another one, also because a step failed, catches up with it.
+        """
+        others = [tf.convert_to_tensor(other) for other in self.counts]
+        number = tf.maximum(tf.convert_to_tensor(count) + 1, tf.reduce_max(tf.stack(others)))
+        count.assign(number)
+        draws = len(self.crop or ()) + len(self.flips) + 1
+        return tf.unstack(tf.random.stateless_uniform((draws, batch), [self.seed, number]), draws)
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments."""
         return {"crop": self.crop, "flips": self.flips, "turns": self.turns, "seed": self.seed}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> RandomView:
+        """Return a view with the arguments of `get_config`.
+
+        Args:
+            config: The arguments.
+        """
+        return cls(**config)
+
+
+def integers(argument: str, values: Sequence[int], least: int) -> tuple[int, ...]:
+    """Return an argument as a tuple of integers.
+
+    Raises:
+        ValueError: If it is no sequence of integers of at least `least`.
+    """
+    try:
+        numbers = tuple(map(operator.index, values))
+    except TypeError:
+        numbers = (least - 1,)
+    if any(number < least for number in numbers):
+        raise ValueError(
+            f"`{argument}` must be a sequence of integers of at least {least}. Received: {argument}={values!r}."
+        )
+    return numbers
 
 
 @dataclasses.dataclass(frozen=True)

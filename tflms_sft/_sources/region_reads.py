@@ -21,6 +21,9 @@ __all__: list[str] = []
 MAX_OPEN_IMAGES = 16
 """Images that stay open, those used last."""
 
+MAX_READS_AHEAD = 4
+"""Regions that are read ahead for several inputs or devices."""
+
 
 _errors: collections.deque[OSError] = collections.deque(maxlen=1)
 """The latest error of a read or a write."""
@@ -69,9 +72,9 @@ class ImageSpec:
         Raises:
             ValueError: If the file has another shape or type.
         """
-        if source.dtype != self.dtype:
-            remedy = f"Pass dtype={str(source.dtype)!r}"
-            raise ValueError(f"it has numbers of type {source.dtype}, expected {self.dtype}. {remedy}")
+        dtype = source.dtype.newbyteorder("=")
+        if dtype != self.dtype:
+            raise ValueError(f"it has numbers of type {dtype}, expected {self.dtype}. Pass dtype={str(dtype)!r}")
         rank = len(source.shape)
         axes: tuple[int | None, ...] = self.axes or tuple(range(rank))
         if self.axes is None and self.shape == (*source.shape, 1):
@@ -104,6 +107,9 @@ class OpenImage:
         places = {axis: part for axis, part in zip(self.axes, region, strict=True) if axis is not None}
         rank = len(self.source.shape)
         values = np.asarray(self.source[tuple(places.get(axis, slice(0, 1)) for axis in range(rank))])
+        if values.dtype.newbyteorder("=") != self.source.dtype.newbyteorder("="):
+            raise ValueError(f"its region has numbers of type {values.dtype}, expected {self.source.dtype}")
+        values = values.astype(self.source.dtype.newbyteorder("="), copy=False)
         order = [axis for axis in self.axes if axis is not None]
         order += [axis for axis in range(rank) if axis not in places]
         return values.transpose(order).reshape([part.stop - part.start for part in region])
@@ -128,7 +134,7 @@ class _ReadAhead:
     def _run(self) -> None:
         try:
             self._values = self._read()
-        except BaseException as error:  # Raised again for whoever needs the region.
+        except BaseException as error:  # Raised again by the read that needs the region.
             self._error = error
 
     def result(self) -> np.ndarray:
@@ -147,7 +153,7 @@ class _ReadAhead:
 class RegionReads:
     """Reads regions of batches of images, for `rewriters.ir.region_reads.read_images`.
 
-    While a region is used, a thread reads the next one. No more than these two are in memory.
+    While a region is used, a thread reads the next one of the same images.
 
     Args:
         spec: Images that are expected.
@@ -191,12 +197,17 @@ class RegionReads:
             record_error(error)
             raise
 
+    def close(self) -> None:
+        """Close all files."""
+        with self._lock:
+            self._images.clear()
+
     def _take(self, images: tuple[Any, ...], begin: np.ndarray, size: np.ndarray) -> np.ndarray:
         """Return a region, which may have been read ahead."""
         with self._lock:
             ahead = self._ahead.pop(images, None)
-            if ahead is None:
-                self._ahead.clear()  # Those of a step that ended early.
+            while len(self._ahead) >= MAX_READS_AHEAD:  # Those of steps that ended early.
+                del self._ahead[next(iter(self._ahead))]
         if ahead is not None and (ahead.begin, ahead.size) == (tuple(begin), tuple(size)):
             return ahead.result()
         return self._read(images, begin, size)
@@ -224,7 +235,7 @@ class RegionReads:
         if self._paths is None:
             return str(key)
         if not 0 <= int(key) < len(self._paths):
-            raise ImageReadError(f"There is no image {key}. Expected: an index below {len(self._paths)}.")
+            raise ImageReadError(f"There is no image {key}. Expected: an index from 0 to {len(self._paths) - 1}.")
         return self._paths[int(key)]
 
     def _read_image(self, path: str, region: Region) -> np.ndarray:
@@ -235,11 +246,8 @@ class RegionReads:
             with self._lock:
                 self._images.pop(path, None)  # A repaired file is opened again.
             place = ", ".join(f"{part.start}:{part.stop}" for part in region)
-            reason = str(error) or type(error).__name__
-            raise ImageReadError(
-                f"Cannot read the region [{place}] of the image `{path}`: {reason}. Repair the file, or remove it from "
-                "the dataset; weights are as before the step."
-            ) from error
+            reason = str(error).rstrip(".") if isinstance(error, (OSError, ValueError)) and str(error) else repr(error)
+            raise ImageReadError(f"Cannot read the region [{place}] of the image `{path}`: {reason}.") from error
 
     def _opened(self, path: str) -> OpenImage:
         """Return an image that is open, opened now if necessary.

@@ -13,9 +13,9 @@ Region = tuple[slice, ...]
 
 
 class ImageReadError(OSError):
-    """Raised for an image that cannot be read. The message names the file, the region and a remedy.
+    """Raised for an image that cannot be read. The message names the file, the region and the reason.
 
-    Weights, optimizer slots and statistics are as before the step.
+    After a step that was rewritten in tiles, weights, optimizer slots and statistics are as before the step.
     """
 
 
