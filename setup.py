@@ -17,6 +17,7 @@ TENSORFLOW, KERAS = (
     for first, last in map(VERSIONS["SUPPORTED_RELEASES"].get, ("tensorflow", "keras"))
 )
 FIRST_PYTHON, LAST_PYTHON = VERSIONS["PYTHON_RELEASES"]
+ZARR = "zarr>=3; python_version >= '3.11'"  # Version 3 has no release for Python 3.10.
 
 
 def long_description() -> str:
@@ -69,11 +70,11 @@ setup(
         "hdf5": ["h5py"],
         "nifti": ["nibabel"],
         "openslide": ["openslide-bin", "openslide-python"],
-        "tiff": ["tifffile", "zarr>=3"],
-        "zarr": ["zarr>=3"],
+        "tiff": ["tifffile", ZARR],
+        "zarr": [ZARR],
         "compare": ["matplotlib", "torch"],
         "docs": ["mkdocs-jupyter", "mkdocs-material>=9.5", "mkdocstrings-python"],
-        "examples": ["matplotlib", "nibabel", "scikit-image", "zarr>=3"],
+        "examples": ["matplotlib", "nibabel", "scikit-image", ZARR],
         "test": [
             "h5py",
             "hypothesis",
@@ -91,7 +92,7 @@ setup(
             "tensorboard",
             "tifffile",
             "toposort",
-            "zarr>=3",
+            ZARR,
             # test_packaging builds the wheel without build isolation.
             "setuptools>=64",
             "wheel",
