@@ -118,7 +118,7 @@ def draw(folder: Path) -> Path:
         draw_arrow(axes, boxes[name], boxes[target], bends)
     path = folder / "architecture.png"
     metadata = {"Description": arrows_text(graph)}
-    figure.savefig(path, dpi=80, metadata=metadata, pil_kwargs={"optimize": True})
+    figure.savefig(path, dpi=76, metadata=metadata, pil_kwargs={"optimize": True})
     return path
 
 
