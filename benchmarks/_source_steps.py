@@ -8,60 +8,33 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import _child
+from examples import slide
 
 Figures = dict[str, Any]
 
-CHUNK = 512
-"""Height and width of a chunk of an image in a file."""
-CLASSES = 4
-
 
 def write(*, folder: str, size: int, emit: _child.Emit) -> None:
-    """Write a square image and its mask as zarr arrays: a photograph, repeated, and its brightness in classes."""
+    """Write the slide of `examples.slide`, and its mask."""
     del emit
-    import numpy as np
-    import zarr
-    from skimage import data
-
-    photograph = data.astronaut()[:CHUNK, :CHUNK]
-    mask = (photograph.mean(-1) * CLASSES / 256).astype("uint8")
-    for name, pixels in (("image", photograph), ("mask", mask)):
-        rest = pixels.shape[2:]
-        array = zarr.create_array(
-            str(Path(folder) / name),
-            shape=(size, size, *rest),
-            chunks=(CHUNK, CHUNK, *rest),
-            dtype="uint8",
-            config={"write_empty_chunks": True},
-        )
-        for row in range(0, size, CHUNK):
-            strip = np.roll(pixels, row // CHUNK, axis=0)
-            width = -(-size // CHUNK)
-            array[row : row + CHUNK] = np.tile(strip, (1, width, *(1 for _ in rest)))[: size - row, :size]
+    slide.write_slide(Path(folder, "image"), Path(folder, "mask"), size)
 
 
-def _model(size: int, folder: str | None) -> Any:
-    """Return a small U-Net that segments an image of a file, or of memory if there is no folder."""
+def _model(size: int, in_files: bool) -> Any:
+    """Return the U-Net of `examples.slide` for images in files or in memory."""
     import keras
-    from keras import layers
 
     import tflms_sft
 
     keras.utils.set_random_seed(0)
-
-    def convolutions(x: Any, filters: int) -> Any:
-        for _ in range(2):
-            x = layers.Conv2D(filters, 3, padding="same", activation="relu")(x)
-        return x
-
-    in_files = folder is not None
-    inputs = keras.Input((), dtype="string") if in_files else keras.Input((size, size, 3), dtype="uint8")
-    x = tflms_sft.ImageReader("zarr", (size, size, 3))(inputs) if in_files else inputs
-    top = convolutions(layers.Rescaling(1 / 255)(x), 8)
-    x = layers.Conv2DTranspose(8, 2, 2)(convolutions(layers.MaxPooling2D(2)(top), 16))
-    outputs = layers.Conv2D(CLASSES, 1)(convolutions(layers.Concatenate()([top, x]), 8))
-    masks = tflms_sft.ImageReader("zarr", (size, size)) if in_files else None
-    model = tflms_sft.ReadingModel(inputs, outputs, labels=masks)
+    inputs, masks = keras.Input((size, size, 3), dtype="uint8"), None
+    image = inputs
+    if in_files:
+        inputs = keras.Input((), dtype="string")
+        image, masks = (
+            tflms_sft.ImageReader("zarr", (size, size, *colours), fill_missing_chunks=True) for colours in ((3,), ())
+        )
+        image = image(inputs)
+    model = tflms_sft.ReadingModel(inputs, slide.unet(image), labels=masks)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss, metrics=["accuracy"], jit_compile=False)
     model.optimizer.build(model.trainable_variables)
@@ -76,7 +49,7 @@ def _step(size: int, folder: str, in_files: bool, budget: int) -> tuple[Any, lis
     import tflms_sft
 
     paths = [str(Path(folder) / name) for name in ("image", "mask")]
-    model = _model(size, folder if in_files else None)
+    model = _model(size, in_files)
     arguments = [tf.constant([path]) if in_files else tf.constant(zarr.open_array(path)[...][None]) for path in paths]
 
     @tf.function(input_signature=[tf.TensorSpec(t.shape, t.dtype) for t in arguments], autograph=False)

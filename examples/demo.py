@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import _arguments, _child
+from examples._memory_picture import memory_axes
 
 VIEWS = 8
 SAMPLE_SECONDS = 0.05
@@ -395,32 +396,21 @@ def draw(runs: Sequence[Run], cap: int, path: Path) -> None:
     The lines are anonymous RSS: the cap limits private writable memory, of which the RSS of code and
     libraries is no part.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
-    colors = {PLAIN_CAPPED: "tab:red", PLAIN_FREE: "tab:gray", REWRITTEN: "tab:blue"}
-    for run in runs:
-        samples = run.outcome.samples
-        if not samples:
-            continue
-        times = [sample.seconds for sample in samples]
-        heights = [sample.anonymous / GIB for sample in samples]
-        axes.plot(times, heights, color=colors[run.title], linewidth=1.2, label=run.title)
-        if not run.outcome.ok:
-            end = max(zip(heights, times, strict=True))[::-1]  # the highest point: dying gives memory back
-            axes.plot(*end, "x", color=colors[run.title], markersize=11, markeredgewidth=3)
-            words = "out of memory" if _child.out_of_memory(run.outcome) else "failed"
-            axes.annotate(words, end, (10, -4), textcoords="offset points")
-    axes.axhline(cap / GIB, color="black", linestyle="--", linewidth=1, label=f"cap, {size(cap)}")
-    axes.set(xlabel="seconds since the process began", ylabel="memory of the process (anonymous RSS), GiB")
-    axes.set_ylim(bottom=0)
-    axes.set_xlim(left=0)
-    axes.legend(loc="upper right")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with memory_axes(path, "anonymous RSS", "upper right") as axes:
+        colors = {PLAIN_CAPPED: "tab:red", PLAIN_FREE: "tab:gray", REWRITTEN: "tab:blue"}
+        for run in runs:
+            samples = run.outcome.samples
+            if not samples:
+                continue
+            times = [sample.seconds for sample in samples]
+            heights = [sample.anonymous / GIB for sample in samples]
+            axes.plot(times, heights, color=colors[run.title], linewidth=1.2, label=run.title)
+            if not run.outcome.ok:
+                end = max(zip(heights, times, strict=True))[::-1]  # the highest point: dying gives memory back
+                axes.plot(*end, "x", color=colors[run.title], markersize=11, markeredgewidth=3)
+                words = "out of memory" if _child.out_of_memory(run.outcome) else "failed"
+                axes.annotate(words, end, (10, -4), textcoords="offset points")
+        axes.axhline(cap / GIB, color="black", linestyle="--", linewidth=1, label=f"cap, {size(cap)}")
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

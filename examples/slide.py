@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import _arguments, _child
+from examples._memory_picture import memory_axes
 
 CHUNK = 512
 """Height and width of a chunk of a slide."""
@@ -26,16 +27,15 @@ IDLE_MARGIN_BYTES = 64 * MIB
 """Memory of Python, TensorFlow and zarr that differs from run to run."""
 
 
-def write_slide(folder: Path, size: int) -> tuple[str, str]:
-    """Write a slide and its mask; return their paths."""
+def write_slide(slide: Path, mask: Path, size: int) -> None:
+    """Write a slide and its mask: a photograph, repeated, and its brightness in classes."""
     import numpy as np
     import zarr
     from skimage import data
 
     photograph = data.astronaut()[:CHUNK, :CHUNK]
-    mask = (photograph.mean(-1) * CLASSES / 256).astype("uint8")
-    paths = folder / f"slide-{size}.zarr", folder / f"mask-{size}.zarr"
-    for path, pixels in zip(paths, (photograph, mask), strict=True):
+    classes = (photograph.mean(-1) * CLASSES / 256).astype("uint8")
+    for path, pixels in ((slide, photograph), (mask, classes)):
         colours = pixels.shape[2:]
         shape, chunks = (size, size, *colours), (CHUNK, CHUNK, *colours)
         array = zarr.create_array(str(path), shape=shape, chunks=chunks, dtype="uint8")
@@ -43,30 +43,33 @@ def write_slide(folder: Path, size: int) -> tuple[str, str]:
             strip = np.roll(pixels, row // CHUNK, axis=0)
             repeated = np.concatenate([strip] * -(-size // CHUNK), axis=1)
             array[row : row + CHUNK] = repeated[: size - row, :size]
-    return str(paths[0]), str(paths[1])
 
 
-def build(size: int) -> Any:
-    """Return a U-Net with two levels that reads slides and masks from files."""
-    import keras
+def unet(image: Any) -> Any:
+    """Return the scores of the classes: a U-Net with two levels and 8 filters at its top."""
     from keras import layers
-
-    import tflms_sft
-
-    slides = tflms_sft.ImageReader("zarr", (size, size, 3), fill_missing_chunks=True, name="slides")
-    masks = tflms_sft.ImageReader("zarr", (size, size), fill_missing_chunks=True, name="masks")
 
     def convolutions(x: Any, filters: int) -> Any:
         for _ in range(2):
             x = layers.Conv2D(filters, 3, padding="same", activation="relu")(x)
         return x
 
-    paths = keras.Input((), dtype="string", name="paths")
-    top = convolutions(layers.Rescaling(1 / 255)(slides(paths)), 8)
+    top = convolutions(layers.Rescaling(1 / 255)(image), 8)
     bottom = convolutions(layers.MaxPooling2D(2)(top), 16)
     x = layers.Concatenate()([top, layers.Conv2DTranspose(8, 2, 2)(bottom)])
-    logits = layers.Conv2D(CLASSES, 1, name="logits")(convolutions(x, 8))
-    model = tflms_sft.ReadingModel(paths, logits, labels=masks)
+    return layers.Conv2D(CLASSES, 1)(convolutions(x, 8))
+
+
+def build(size: int) -> Any:
+    """Return a model that reads slides and masks from files."""
+    import keras
+
+    import tflms_sft
+
+    slides = tflms_sft.ImageReader("zarr", (size, size, 3), fill_missing_chunks=True, name="slides")
+    masks = tflms_sft.ImageReader("zarr", (size, size), fill_missing_chunks=True, name="masks")
+    paths = keras.Input((), dtype="string", name="paths")
+    model = tflms_sft.ReadingModel(paths, unet(slides(paths)), labels=masks)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.Adam(1e-3), loss, metrics=["accuracy"])
     return model
@@ -96,28 +99,18 @@ def train(*, slide: str, mask: str, size: int, budget: int, steps: int, result: 
 
 def draw(runs: dict[int, _child.Outcome], path: Path) -> None:
     """Draw the memory of the processes over time."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
-    for size, outcome in runs.items():
-        label = f"{size:,} px, {size * size * 12 / GIB:.2f} GiB as float32"
-        times = [sample.seconds for sample in outcome.samples]
-        axes.plot(times, [sample.rss / GIB for sample in outcome.samples], linewidth=1.2, label=label)
-    axes.set(xlabel="seconds since the process began", ylabel="memory of the process (RSS), GiB")
-    axes.set_ylim(bottom=0)
-    axes.set_xlim(left=0)
-    axes.legend(loc="lower right")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with memory_axes(path, "RSS", "lower right") as axes:
+        for size, outcome in runs.items():
+            label = f"{size:,} px, {size * size * 12 / GIB:.2f} GiB as float32"
+            times = [sample.seconds for sample in outcome.samples]
+            axes.plot(times, [sample.rss / GIB for sample in outcome.samples], linewidth=1.2, label=label)
 
 
 def run(size: int, options: argparse.Namespace, folder: Path) -> tuple[_child.Outcome, bool]:
     """Train on one size in a process of its own; return the outcome, and whether memory is within the budget."""
-    slide, mask = write_slide(folder, size)
-    arguments = {"slide": slide, "mask": mask, "size": size, "budget": options.budget, "steps": options.steps}
+    slide, mask = folder / "slide.zarr", folder / "mask.zarr"
+    write_slide(slide, mask, size)
+    arguments = {"slide": str(slide), "mask": str(mask), "size": size, "budget": options.budget, "steps": options.steps}
     events: list[dict[str, Any]] = []
     outcome = _child.run_child(
         "examples.slide:train",

@@ -97,8 +97,7 @@ class DeviceBuffer:
         value = tf.raw_ops.StridedSlice(
             input=self.handle, begin=begin, end=end, strides=[1] * len(region), **_masks(region)
         )
-        dims = [dim if span is None else static(span[1]) for span, dim in zip(region, self.handle.shape, strict=True)]
-        value.set_shape(dims)
+        value.set_shape(static_sizes(region, self.handle.shape))
         return value
 
     def _read_rows(self, region: Sequence[Span], dim: int) -> Any:
@@ -185,9 +184,11 @@ class RowView:
         return tf.reshape(matrix, stacked(self._shape))
 
 
-def static(size: Any) -> int | None:
-    """Return an integer size; `None` for a tensor."""
-    return size if isinstance(size, int) else None
+def static_sizes(region: Sequence[Span], shape: Sequence[int | None]) -> list[int | None]:
+    """Return the sizes of a region of a tensor with a static shape; `None` for sizes that vary."""
+    parts = zip(region, shape, strict=True)
+    sizes = [full if span is None else span[1] for span, full in parts]
+    return [size if isinstance(size, int) else None for size in sizes]
 
 
 def _corners(region: Sequence[Span]) -> tuple[Any, Any] | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from rewriters.emission.buffers import Span, corner_and_size, static
+from rewriters.emission.buffers import Span, corner_and_size, static_sizes
 from rewriters.ir import tf_internals
 from rewriters.ir.graph import Tensor
 
@@ -32,5 +32,5 @@ def read_region(tensor: Tensor, keys: Any, batch: Any, spans: Sequence[Span], fo
     corners = [*corner_and_size(spans, [batch, *shape[1:]]), *corner_and_size(following, [batch, *shape[1:]])]
     operands = [tf.cast(vector, tf.int64) for vector in corners]
     (value,) = tf_internals.create_op(node.op, [keys, *operands], [tensor.dtype], node.attrs, node.name, "")
-    value.set_shape([size if span is None else static(span[1]) for span, size in zip(spans, shape, strict=True)])
+    value.set_shape(static_sizes(spans, shape))
     return value

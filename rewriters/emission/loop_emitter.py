@@ -14,7 +14,7 @@ from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.device.kernel_audit import reads_gpu_memory
 from rewriters.device.kernel_scratch import ConcurrencyGroup
 from rewriters.device.properties import forwards_input_buffer, may_fuse_with_consumer
-from rewriters.emission.buffers import DeviceBuffer, Span, corner_and_size, host_scalar, stacked, static
+from rewriters.emission.buffers import DeviceBuffer, Span, corner_and_size, host_scalar, stacked, static_sizes
 from rewriters.emission.file_reads import read_region
 from rewriters.emission.loop_outputs import LoopOutput, MergedMoments, ReductionOutput, ScatterAddOutput, TiledOutput
 from rewriters.emission.loop_tensors import (
@@ -344,9 +344,7 @@ class IterationEmitter:
         _, sizes = corner_and_size(spans, [self.loop.batch, *tensor.shape[1:]])
         number = self._outer(loop_operand(tensor), self._consumers.get(tensor, ()))
         value = tf.fill(sizes, tf.reshape(number, []))
-        value.set_shape(
-            [size if span is None else static(span[1]) for span, size in zip(spans, tensor.shape, strict=True)]
-        )
+        value.set_shape(static_sizes(spans, tensor.shape))
         return value
 
     def batch_span(self) -> Span:

@@ -452,6 +452,22 @@ def producers(node: Node) -> list[Node]:
     return [tensor.node for tensor in node.inputs]
 
 
+def descendants(nodes: Iterable[Node], successors: Mapping[Node, Iterable[Node]]) -> set[Node]:
+    """Return nodes and all that wait for them: an edge from any other node to one of them closes no cycle.
+
+    Args:
+        nodes: The nodes to start from.
+        successors: Nodes that wait for each node.
+    """
+    seen: set[Node] = set(nodes)
+    stack = list(seen)
+    while stack:
+        new = [node for node in successors[stack.pop()] if node not in seen]
+        seen.update(new)
+        stack.extend(new)
+    return seen
+
+
 def ancestors(nodes: Iterable[Node], waits_for: Callable[[Node], Iterable[Node]] | None = None) -> set[Node]:
     """Return `nodes` and all nodes that must run before them.
 

@@ -16,7 +16,7 @@ from rewriters.analysis import summation_order
 from rewriters.analysis.autodiff_roles import data_dependent_nodes, reads_shape_only
 from rewriters.analysis.graph_analysis import GraphAnalysis, require_analysed
 from rewriters.device.properties import forwards_input_buffer, may_fuse_with_consumer
-from rewriters.ir.graph import LOOPS, Graph, Node, Tensor, predecessors
+from rewriters.ir.graph import LOOPS, Graph, Node, Tensor, descendants, predecessors
 from rewriters.ir.loop_bodies import is_folded
 from rewriters.ir.static_values import constant, int_constant, type_attr
 from rewriters.scheduling.control_edges import ControlEdge, EdgePass
@@ -118,7 +118,7 @@ class DelayOptimizerOps(EdgePass):
             for node in _update_ops(order, successors, self.analysis)
             if node not in data and node.inputs and _is_large_value(node) and node.name not in fixed
         ]
-        descendants = _descendants(early, successors)
+        later = descendants(early, successors)
         waits: dict[Node, Node] = {}
         for node in early:  # A delayed op delays its operands as well.
             readers = {reader for reader, _ in consumers.get(node.out(), ())}
@@ -127,7 +127,7 @@ class DelayOptimizerOps(EdgePass):
             first = min(readers, key=position.__getitem__)
             control = waits.get(first) or _last_data_operand(first, data, position)
             while control is not None and (
-                control in descendants or may_fuse_with_consumer(control) or control.name in fixed
+                control in later or may_fuse_with_consumer(control) or control.name in fixed
             ):
                 control = _last_data_operand(control, data, position)
             if control is not None:
@@ -214,16 +214,6 @@ def _successors(order: Iterable[Node]) -> dict[Node, list[Node]]:
         for before in predecessors(node):
             result[before].append(node)
     return result
-
-
-def _descendants(nodes: list[Node], successors: Mapping[Node, list[Node]]) -> set[Node]:
-    """Return nodes and all that wait for them: an edge from any other node to one of them closes no cycle."""
-    descendants, stack = set(nodes), list(nodes)
-    while stack:
-        new = [node for node in successors[stack.pop()] if node not in descendants]
-        descendants.update(new)
-        stack.extend(new)
-    return descendants
 
 
 def _is_large_value(node: Node) -> bool:

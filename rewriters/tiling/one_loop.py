@@ -8,7 +8,7 @@ import heapq
 from rewriters.analysis.autodiff_roles import reads_shape_only
 from rewriters.analysis.graph_analysis import GraphAnalysis, check_forward
 from rewriters.errors import NotTileableError
-from rewriters.ir.graph import Node, Tensor, ancestors, nodes_between
+from rewriters.ir.graph import Node, Tensor, ancestors, descendants, nodes_between
 from rewriters.ir.op_traits import Trait, ops_with
 from rewriters.rules.registry import TileKind, find_rule
 from rewriters.tiling.segment import Segment, build_segment
@@ -19,9 +19,9 @@ _VARIABLE_READS = ops_with(Trait.READS_VARIABLE)
 
 
 def in_one_loop(analysis: GraphAnalysis, segment: Segment, excluded: set[Node]) -> Segment | None:
-    """Return a segment with one loop for its forward and its backward ops; `None` if there is none.
+    """Return a segment with one loop for its forward and its backward ops; `None` if its gradients need its results.
 
-    The incoming gradients must not depend on its results. This is true of a mean or a sum over pixels, such as a loss
+    Independent gradients are those of a mean or a sum over pixels, such as a loss
     without a network after it: the gradient of each pixel does not depend on the values of others. A mean over the
     pixels that a mask selects divides by their number, so that the ops of the mask stay outside of the segment. They
     are cheap: products, such as convolutions, are not left outside.
@@ -29,7 +29,7 @@ def in_one_loop(analysis: GraphAnalysis, segment: Segment, excluded: set[Node]) 
     Args:
         analysis: Analysis of the graph.
         segment: The segment with two loops.
-        excluded: As in `build_segment`.
+        excluded: Backward ops of other segments.
     """
     if not segment.backward or not segment.exits or segment.loop_specs:
         return None
@@ -51,7 +51,7 @@ def in_one_loop(analysis: GraphAnalysis, segment: Segment, excluded: set[Node]) 
 
 
 def _between(analysis: GraphAnalysis, segment: Segment) -> set[Node]:
-    """Return the ops outside through which backward ops of a segment depend on its results."""
+    """Return the ops outside of a segment that lie on a path between its ops."""
     nodes = {*segment.forward, *segment.backward}
     between = nodes_between(nodes, analysis.successors, analysis.position)
     return {node for node in between if not reads_shape_only(node) and node.op != "Const"}
@@ -63,30 +63,20 @@ def _gradients_wait_for_shape(analysis: GraphAnalysis, segment: Segment) -> bool
     An example is the batch size of a loss per image, outside of the segment. Shapes inside are those of an entry.
     """
     inside = {*segment.forward, *segment.backward}
-    after = descendants(analysis, inside) - inside
+    after = descendants(inside, analysis.successors) - inside
     shapes = [n for n in analysis.order if reads_shape_only(n) and any(t.node in after for t in n.inputs)]
     return bool(shapes) and not ancestors(inside).isdisjoint(shapes)
 
 
-def descendants(analysis: GraphAnalysis, nodes: set[Node]) -> set[Node]:
-    """Return nodes and all ops that depend on their values."""
-    found, stack = set(nodes), list(nodes)
-    while stack:
-        new = [node for node in analysis.successors[stack.pop()] if node not in found]
-        found.update(new)
-        stack.extend(new)
-    return found
-
-
 def with_final_sums(analysis: GraphAnalysis, segment: Segment) -> Segment:
-    """Return a segment with one loop that also reduces its results over the image.
+    """Return a segment whose only loop also reduces its results over the image.
 
     Each iteration adds its part to a sum or a mean, so that a loss or a metric per pixel never has full size. The
     pointwise ops between a result and the reduction join the loop as well.
 
     Args:
         analysis: Analysis of the graph.
-        segment: A segment with one loop.
+        segment: A segment with one loop, or without backward ops.
     """
     joined = _FinalOps(analysis, segment).find()
     inside = {*segment.forward, *segment.backward, *joined}
@@ -121,7 +111,7 @@ class _FinalOps:
         self.segment = segment
         self.inside = {*segment.forward, *segment.backward}
         self.joined: dict[Node, TileKind] = {}
-        self._dependent = descendants(analysis, self.inside)
+        self._dependent = descendants(self.inside, analysis.successors)
 
     def find(self) -> dict[Node, TileKind]:
         """Return the ops in topological order, with the kinds of their results."""

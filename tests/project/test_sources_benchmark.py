@@ -3,6 +3,7 @@
 import pytest
 
 from benchmarks import _child, _source_steps, sources
+from examples import slide
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def test_lines_fail(measured, tmp_path):
 
 
 def test_steps_in_files_and_in_memory_have_equal_losses(tmp_path, monkeypatch):
-    monkeypatch.setattr(_source_steps, "CHUNK", 64)
+    monkeypatch.setattr(slide, "CHUNK", 64)
     _source_steps.write(folder=str(tmp_path), size=160, emit=print)
     figures = _source_steps.times(folder=str(tmp_path), size=160, budget=16 * 2**20, runs=1, emit=print)
     assert figures["losses"]["memory"] == pytest.approx(figures["losses"]["file"], rel=1e-5)

@@ -1,4 +1,4 @@
-"""Reads regions of images, each of them while the previous one is used."""
+"""Reads regions of images from files, one ahead of the region that a step uses."""
 
 from __future__ import annotations
 
@@ -159,7 +159,6 @@ class RegionReads:
         spec: Images that are expected.
         paths: Files by index; `None` if the keys are paths.
         view: Views of the images, which the keys name; `None` for the images themselves.
-
     """
 
     def __init__(self, spec: ImageSpec, paths: Sequence[str] | None, view: RandomView | None = None) -> None:
