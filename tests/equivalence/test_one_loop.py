@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from equivalence import differences, model_step, rewrite_as
+from equivalence import Step, differences, model_step, rewrite_as
 from keras import layers, losses
 from nets import conv
 
@@ -16,6 +16,7 @@ from rewriters.canonicalize import canonicalize
 from rewriters.emission import tile_pass
 from rewriters.tiling.ft_segments import auto_segments
 from rewriters.tiling.one_loop import in_one_loop
+from rewriters.tiling.segment import build_segment, forward_ops
 from rewriters.tiling.tile_planner import Grid
 
 SIZE, BATCH, CLASSES, STEPS = (21, 18), 3, 3, 3
@@ -198,3 +199,56 @@ def test_loss_per_image_with_weights_and_an_unknown_batch():
     for value, expected in zip(trained([callback]), trained([]), strict=True):
         np.testing.assert_allclose(value, expected, rtol=1e-10, atol=1e-10)
     assert callback.plan.segments
+
+
+def hand_written(body):
+    """Return a step with a convolution; `body` maps its result and a variable to a loss and further results."""
+    random = np.random.default_rng(2)
+    filters, v = tf.Variable(random.normal(size=(3, 3, 3, 4))), tf.Variable(random.normal(size=(4,)))
+
+    def function(image):
+        with tf.GradientTape() as tape:
+            loss, results = body(tf.nn.relu(tf.nn.conv2d(image, filters, 1, "SAME")), v)
+        gradients = tape.gradient(loss, [filters, v])
+        filters.assign_sub(0.1 * gradients[0])
+        return {"loss": loss, "gradients": gradients, **results}
+
+    batches = [(random.normal(size=(BATCH, *SIZE, 3)),) for _ in range(STEPS)]
+    specs = [tf.TensorSpec((BATCH, *SIZE, 3), tf.float64)]
+    concrete_fn = tf.function(function, autograph=False).get_concrete_function(*specs)
+    return Step(concrete_fn, [filters, v], batches, function, specs)
+
+
+def up_to(exit_type):
+    """Return a planner of one segment in one loop, from the image to the first op of a type."""
+
+    def plan(analysis):
+        exit_ = next(n for n in analysis.order if n.op == exit_type and n not in analysis.backward).out()
+        entry = next(t for t in analysis.graph.inputs if t.shape is not None and len(t.shape) == 4)
+        segment = build_segment(analysis, "segment1", forward_ops(analysis, [entry], [exit_]), set())
+        only_one = in_one_loop(analysis, segment, set())
+        assert only_one is not None
+        return [tile_pass.plan_segment(analysis, only_one, GRIDS["tiles"])]
+
+    return plan
+
+
+def test_result_of_the_step_is_written_and_summed():
+    def body(x, v):
+        squares = tf.square(x)
+        return tf.reduce_mean(squares) + tf.reduce_sum(v * v * v), {"squares": squares, "total": tf.reduce_sum(squares)}
+
+    step = hand_written(body)
+    rewritten = rewrite_as(step.concrete_fn, up_to("Square"))
+    (segment,) = rewritten.segments
+    assert segment.exits
+    assert not differences(step, rewritten)
+
+
+def test_result_that_a_gradient_outside_reads_is_written():
+    """The gradient of `v` reads the segment's result; the sum beside it is no reason to drop the result."""
+    step = hand_written(lambda x, v: (tf.reduce_mean(x * v), {"total": tf.reduce_sum(x)}))
+    rewritten = rewrite_as(step.concrete_fn, up_to("Relu"))
+    (segment,) = rewritten.segments
+    assert segment.exits
+    assert not differences(step, rewritten)

@@ -21,11 +21,13 @@ from rewriters.canonicalize.canonicalize import read_canonical
 from rewriters.device import kernel_scratch
 from rewriters.emission.tile_pass import plan_segment
 from rewriters.tiling import ft_segments
+from rewriters.tiling.ft_segments import find_components
 from rewriters.tiling.tile_planner import Grid, Halo, TileLoop
 from tflms_sft import AutoParams
 from tflms_sft._planner.barrier_search import Barriers
 from tflms_sft._planner.block_search import fastest_path
-from tflms_sft._planner.segment_tilings import _checkpoint_candidates
+from tflms_sft._planner.inference_blocks import InferenceBlocks, LiveTensors
+from tflms_sft._planner.segment_tilings import LoopEstimates, _checkpoint_candidates
 from tflms_sft._planner.tile_grids import auto_grids, coarsest_fitting, loop_grids, thinned
 from tflms_sft._planner.tile_search import TrainingSearch
 from tflms_sft._planner.traced_step import MAX_SKELETONS, analyse_step, predict
@@ -328,3 +330,25 @@ def test_budget_tiles_a_single_convolution_for_the_scratch_of_its_gradients(monk
     plan = tflms_sft.rewrite(step, AutoParams(int(0.9 * original.peak_bytes), headroom=0, swap=False)).plan
     (segment,) = plan.segments
     assert segment.backward_ops and plan.predicted.peak_bytes <= 0.9 * original.peak_bytes
+
+
+def test_only_the_last_blocks_of_a_step_without_gradients_sum_their_results():
+    """Sums may run ops of later blocks, which may be a segment of their own."""
+
+    @tf.function
+    def step(image):
+        first = tf.nn.relu(tf.nn.conv2d(image, tf.ones((3, 3, 3, 4)), 1, "SAME"))
+        second = tf.nn.relu(tf.nn.conv2d(first, tf.ones((3, 3, 4, 4)), 1, "SAME"))
+        return tf.reduce_sum(tf.square(first)), tf.reduce_sum(tf.square(second))
+
+    traced = analyse_step(step.get_concrete_function(tf.TensorSpec((1, 64, 64, 3))))
+    (component,), _ = find_components(traced.analysis)
+    blocks = InferenceBlocks(LoopEstimates(traced), component, LiveTensors(traced))
+    end, summed = len(component.nodes), {}
+    for first in range(end):
+        for last in range(first + 1, end + 1):
+            options = blocks._options_between(first, last)
+            if options is not None:
+                summed[first, last] = any(tiling._segment.final for tiling in options.tilings)
+    assert summed[0, end]
+    assert not any(is_summed for (_, last), is_summed in summed.items() if last < end)

@@ -1,5 +1,7 @@
 """Steps that read images from files compute what steps compute that receive the images."""
 
+import threading
+
 import keras
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ from equivalence import TOLERANCE
 from image_files import L, reader, write_images
 
 import tflms_sft
-from tflms_sft._sources import region_reads
+from tflms_sft._sources import formats, region_reads
 
 CLASSES = 3
 
@@ -175,3 +177,50 @@ def test_saved_plan_is_for_an_equal_model(tmp_path):
     model = make_model(net, shape, reader("zarr", images), reader("zarr", masks))
     assert_equal(trained(model, x, y, [again]), first)
     assert again.plan.segments == callback.plan.segments
+
+
+def test_all_tiles_but_the_first_of_a_loop_are_read_ahead(tmp_path, monkeypatch):
+    net, shape = NETS["convolutions"]
+    images, masks = pixels(0, 1, *shape), labels(1, 1, *shape[:-1])
+    x, y = write_images(tmp_path, "zarr", images), write_images(tmp_path, "zarr", masks, "mask")
+    threads = []
+    read = region_reads.RegionReads._read
+
+    def noted(self, *arguments):
+        threads.append(threading.current_thread().name)
+        return read(self, *arguments)
+
+    monkeypatch.setattr(region_reads.RegionReads, "_read", noted)
+    callback = tflms_sft.SFT((2, 2), verbose=0)
+    trained(make_model(net, shape, reader("zarr", images), reader("zarr", masks)), x, y, [callback])
+    assert len(threads) % 4 == 0 and callback.plan.segments
+    assert threads.count("tflms-sft read ahead") == len(threads) * 3 / 4
+
+
+def test_equal_branches_read_with_their_own_readers(tmp_path):
+    """Their loops run the same program but for the reader."""
+    shape = (40, 36, 3)
+    images = pixels(0, 2, *shape)
+    x = write_images(tmp_path, "numpy", images)
+    brighter = tflms_sft.ImageReader(lambda path: formats.ArraySource(np.load(path) // 2), shape)
+
+    def build(readers):
+        keras.utils.set_random_seed(3)
+        inputs = [keras.Input(shape, dtype="uint8") if r is None else keras.Input((), dtype="string") for r in readers]
+        branches = []
+        for tensor, image_reader in zip(inputs, readers, strict=True):
+            image = L.Rescaling(1 / 255)(tensor if image_reader is None else image_reader(tensor))
+            branches.append(L.GlobalAveragePooling2D()(plain_convolutions(image)))
+        model = keras.Model(inputs, L.Dense(1)(L.Concatenate()(branches)))
+        model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=False)
+        return model
+
+    def trained_on(model, first, second, callbacks=()):
+        data = tf.data.Dataset.from_tensor_slices(((first, second), np.ones((2, 1)))).batch(1, drop_remainder=True)
+        model.fit(data, shuffle=False, verbose=0, callbacks=list(callbacks))
+        return list(map(np.array, model.variables))
+
+    expected = trained_on(build([None, None]), images, images // 2)
+    callback = tflms_sft.SFT((2, 2), verbose=0)
+    assert_equal(trained_on(build([reader("numpy", images), brighter]), x, x, [callback]), expected)
+    assert len(callback.plan.segments) == 2
