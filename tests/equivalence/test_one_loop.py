@@ -14,6 +14,7 @@ import tflms_sft
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize import canonicalize
 from rewriters.emission import tile_pass
+from rewriters.errors import NotTileableError
 from rewriters.tiling.ft_segments import auto_segments
 from rewriters.tiling.one_loop import in_one_loop
 from rewriters.tiling.segment import build_segment, forward_ops
@@ -252,3 +253,10 @@ def test_result_that_a_gradient_outside_reads_is_written():
     (segment,) = rewritten.segments
     assert segment.exits
     assert not differences(step, rewritten)
+
+
+def test_more_tiles_than_rows_are_refused():
+    """A tile beyond the last row would count that row twice."""
+    step = STEP_OF["accuracy"]()
+    with pytest.raises(NotTileableError, match="more tiles than rows"):
+        rewrite_as(step.concrete_fn, lambda analysis: one_loop(analysis, Grid(1, (SIZE[0] + 1, 1))))

@@ -224,3 +224,48 @@ def test_equal_branches_read_with_their_own_readers(tmp_path):
     callback = tflms_sft.SFT((2, 2), verbose=0)
     assert_equal(trained_on(build([reader("numpy", images), brighter]), x, x, [callback]), expected)
     assert len(callback.plan.segments) == 2
+
+
+def test_unknown_batch_size_is_that_of_the_paths(tmp_path, reads):
+    """The last batch is smaller; the size of the batch, which the loss divides by, needs no image."""
+    net, shape = NETS["convolutions"]
+    images, masks = pixels(0, 3, *shape), labels(1, 3, *shape[:-1])
+    x, y = write_images(tmp_path, "zarr", images), write_images(tmp_path, "zarr", masks, "mask")
+
+    def weights_after(model, first, second, callbacks=()):
+        data = tf.data.Dataset.from_tensor_slices((first, second)).batch(2)
+        model.fit(data, shuffle=False, verbose=0, callbacks=list(callbacks))
+        return list(map(np.array, model.variables))
+
+    expected = weights_after(make_model(net, shape), images, masks)
+    model = make_model(net, shape, reader("zarr", images), reader("zarr", masks))
+    assert_equal(weights_after(model, x, y, [tflms_sft.MemoryBudget(700_000, verbose=0)]), expected)
+    assert reads and all(is_tile(size, (2, *shape[: len(size) - 1])) for size in reads)
+
+
+def planned(image_shape, in_files, params):
+    """Return the plan of a step on an image that is only planned."""
+    keras.utils.set_random_seed(0)
+    image = tflms_sft.ImageReader("zarr", image_shape) if in_files else None
+    masks = tflms_sft.ImageReader("zarr", image_shape[:-1]) if in_files else None
+    model = make_model(plain_convolutions, image_shape, image, masks)
+    model.optimizer.build(model.trainable_variables)
+    shapes = ((1,), (1,)) if in_files else ((1, *image_shape), (1, *image_shape[:-1]))
+    specs = [tf.TensorSpec(shape, tf.string if in_files else tf.uint8) for shape in shapes]
+    step = tf.function(lambda x, y: model.train_step((x, y)), input_signature=specs, autograph=False)
+    return tflms_sft.rewrite(step, params).plan
+
+
+def test_gradient_of_a_mean_per_pixel_counts_no_bytes():
+    """A map of gradients as large as the image, 512 MiB in float64, would exceed the budget."""
+    plan = planned((8192, 8192, 3), True, tflms_sft.AutoParams("64MiB", swap=False))
+    assert plan.predicted.peak_bytes < 64 * 2**20
+
+
+def test_iteration_counts_the_region_that_is_read_ahead():
+    shape = (64, 64, 30)
+    in_memory, in_files = (planned(shape, place, tflms_sft.SFTParams((2, 1))) for place in (False, True))
+    ((height, width),) = {segment.tile_rows[0] for segment in in_files.segments}
+    pairs = zip(in_memory.segments[0].tile_bytes, in_files.segments[0].tile_bytes, strict=True)
+    # In memory a tile is sliced once; from files, two regions are in memory.
+    assert all(file - array >= height * width * shape[2] for array, file in pairs)
