@@ -12,8 +12,8 @@ from keras import layers, ops
 
 WIDTH, CLASSES, BATCH = 16, 3, 2
 """Channels of a token, classes, and batch of the small transformers."""
-VOCABULARY = 2000
-"""Words of the language model."""
+VOCABULARY = 50257
+"""Words of the language model, as many as GPT-2 has."""
 WINDOW = 4
 """Height and width of a window of attention."""
 
@@ -89,12 +89,13 @@ def attention(size: int) -> keras.Model:
 
 
 def language_model(size: int) -> keras.Model:
-    """Return a causal decoder with two blocks, 64 channels and four heads."""
+    """Return a causal decoder as GPT-2 has it, with two blocks, 64 channels and four heads; its embeddings are tied."""
     words = keras.Input((size,), dtype="int32")
-    x = layers.Embedding(VOCABULARY, 64)(words)
+    embedding = layers.ReversibleEmbedding(VOCABULARY, 64)
+    x = Positions()(embedding(words))
     for _ in range(2):
         x = block(x, heads=4, causal=True, growth=4)
-    return keras.Model(words, layers.Dense(VOCABULARY)(layers.LayerNormalization()(x)))
+    return keras.Model(words, embedding(layers.LayerNormalization()(x), reverse=True))
 
 
 def tokens_of(image: Any, patch: int) -> Any:

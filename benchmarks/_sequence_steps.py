@@ -1,7 +1,8 @@
 """Measurements of `benchmarks.sequences`, each in a child process of its own.
 
-A budget is a number of bytes, or a fraction of the original step's predicted peak. With `two_loops` the planner runs
-forward and backward ops in loops of their own, and the backward loops recompute what the forward loops computed.
+A budget is a number of bytes, or a fraction of the original step's predicted peak. `headroom` is that of
+`tflms_sft.AutoParams`. With `two_loops` the planner runs forward and backward ops in loops of their own, and the
+backward loops recompute what the forward loops computed.
 """
 
 from __future__ import annotations
@@ -30,17 +31,19 @@ def _bytes_of(budget: float, step: Any) -> int:
     return int(budget * _unlimited(step).original.peak_bytes) if budget < 1 else int(budget)
 
 
-def _rewritten(step: Any, budget: float, two_loops: bool) -> Any:
+def _rewritten(step: Any, budget: float, headroom: float, two_loops: bool) -> Any:
     """Rewrite a step with tiles alone."""
     import tflms_sft
     from tflms_sft._planner import segment_tilings
 
     if two_loops:
         segment_tilings.in_one_loop = lambda *_: None  # type: ignore[assignment]
-    return tflms_sft.rewrite(step, tflms_sft.AutoParams(_bytes_of(budget, step), swap=False))
+    return tflms_sft.rewrite(step, tflms_sft.AutoParams(_bytes_of(budget, step), headroom=headroom, swap=False))
 
 
-def planned(*, net: str, size: int, budget: float, two_loops: bool = False, emit: _child.Emit) -> Figures:
+def planned(
+    *, net: str, size: int, budget: float, headroom: float, two_loops: bool = False, emit: _child.Emit
+) -> Figures:
     """Plan a step within a budget; return the predicted figures, or the error."""
     del emit
     import tflms_sft
@@ -51,7 +54,7 @@ def planned(*, net: str, size: int, budget: float, two_loops: bool = False, emit
     figures = {"original_bytes": _unlimited(step).original.peak_bytes, "budget_bytes": _bytes_of(budget, step)}
     began = time.perf_counter()
     try:
-        plan = _rewritten(step, budget, two_loops).plan
+        plan = _rewritten(step, budget, headroom, two_loops).plan
     except tflms_sft.BudgetError as error:
         reasons = sorted({why for _, why in _unlimited(step).left_alone})
         return {**figures, "error": str(error), "smallest_bytes": error.smallest_bytes, "reasons": reasons}
@@ -68,25 +71,36 @@ def planned(*, net: str, size: int, budget: float, two_loops: bool = False, emit
     }
 
 
-def peak(*, net: str, size: int, budget: float | None, two_loops: bool = False, emit: _child.Emit) -> int:
-    """Measure the peak of a step in bytes; without a budget, that of the original step."""
+def peaks(
+    *,
+    net: str,
+    size: int,
+    budget: float | None,
+    headroom: float,
+    runs: int,
+    two_loops: bool = False,
+    emit: _child.Emit,
+) -> list[int]:
+    """Measure the peak of a step in bytes several times; without a budget, that of the original step."""
     del emit
     import tflms_sft
     from benchmarks._sequence_nets import training_step
 
     step, batch = training_step(net, size)
-    fast = step if budget is None else _rewritten(step, budget, two_loops)
-    return tflms_sft.measure(fast, *batch).peak_bytes
+    fast = step if budget is None else _rewritten(step, budget, headroom, two_loops)
+    return [tflms_sft.measure(fast, *batch).peak_bytes for _ in range(runs)]
 
 
 def times(
     *,
     net: str,
     size: int,
-    budget: float | None,
+    budget: float,
+    headroom: float,
     runs: int,
     two_loops: bool = False,
     plain: bool = True,
+    base: int | None = None,
     emit: _child.Emit,
 ) -> Figures:
     """Run original and rewritten steps alternately.
@@ -94,24 +108,30 @@ def times(
     Args:
         net: Name of the network.
         size: Its size.
-        budget: Budget of the rewritten steps; `None` for the original step alone.
+        budget: Budget of the rewritten steps.
+        headroom: Their headroom.
         runs: Runs of each that are counted, after one that is not; fewer, but at least one, after `MAX_SECONDS`.
         two_loops: Whether to run also a step with two loops.
         plain: Whether to run the original step.
+        base: Tokens of a shorter sequence whose original step runs as often as yields `size` tokens; `None` for none.
         emit: Not used.
 
     Returns:
-        Seconds of all counted runs and their median by step, and the median ratio to the original step's time.
+        Seconds of all counted runs and their median by step; the median ratio of times to those of the original step,
+        and to those of the shorter sequence.
     """
     del emit
     from benchmarks._sequence_nets import training_step
 
     step, batch = training_step(net, size)
-    steps: dict[str, Callable[..., Any]] = {"plain": step} if plain else {}
-    if budget is not None:
-        steps["rewritten"] = _rewritten(step, budget, False)
-        if two_loops:
-            steps["two loops"] = _rewritten(step, budget, True)
+    steps: dict[str, Callable[[], Any]] = {"plain": lambda: step(*batch)} if plain else {}
+    if base is not None:
+        shorter, tokens = training_step(net, base)
+        steps["base"] = lambda: [shorter(*tokens) for _ in range(size // base)][-1]
+    for name, loops in {"rewritten": False, "two loops": True}.items():
+        if two_loops or not loops:
+            fast = _rewritten(step, budget, headroom, loops)
+            steps[name] = lambda fast=fast: fast(*batch)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     begin = time.perf_counter()
     for run in range(runs + 1):
@@ -119,15 +139,20 @@ def times(
             break
         for name, function in steps.items():
             began = time.perf_counter()
-            function(*batch)["loss"].numpy()
+            function()["loss"].numpy()
             seconds[name].append(time.perf_counter() - began)
     counted = {name: values[1:] for name, values in seconds.items()}
     medians = {name: statistics.median(values) for name, values in counted.items()}
+    figures: Figures = {"seconds": counted, "medians": medians}
     if plain:
-        first, *others = counted
-        ratios = {
-            name: statistics.median(b / a for a, b in zip(counted[first], counted[name], strict=True))
-            for name in others
+        figures["ratios"] = {
+            name: _ratio(counted, name, "plain") for name in ("rewritten", "two loops")[: 1 + two_loops]
         }
-        return {"seconds": counted, "medians": medians, "ratios": ratios}
-    return {"seconds": counted, "medians": medians}
+    if base is not None:
+        figures["base_ratio"] = _ratio(counted, "rewritten", "base")
+    return figures
+
+
+def _ratio(seconds: dict[str, list[float]], name: str, other: str) -> float:
+    """Return the median ratio of the times of two steps that ran alternately."""
+    return statistics.median(b / a for a, b in zip(seconds[other], seconds[name], strict=True))

@@ -5,13 +5,13 @@
 - `unet`: a U-Net in one tile loop for forward and backward ops, beside a plan with two loops.
 - `head`: a dense layer to a large vocabulary, with cross-entropy.
 - `attention`: one causal attention layer.
-- `language-model`: the longest sequence within the peak of the original step at 1,024 tokens.
+- `language-model`: the longest sequence within the peak of the original step at 128 tokens.
 - All others: networks of convolutions and attention at 0.35 of the original peak.
 
-A peak is measured in a child process of its own. Times are those of original and rewritten steps that run alternately
-in one child; a ratio is the median over pairs of runs. Plans have tiles and no swaps. Each line is stored when it ends:
-a run that was interrupted continues with the lines that are missing. A line prints whether it passed, and the criteria
-that it failed. The exit code is 1 if a line failed.
+Peaks are measured in a child process of their own, and times are those of original and rewritten steps that run
+alternately in one child. Peaks and ratios of times are medians, of five runs by default. Plans have tiles and no swaps.
+Each line is stored when it ends: a run that was interrupted continues with the lines that are missing. A line prints
+whether it passed, and the criteria that it failed. The exit code is 1 if a line failed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import dataclasses
 import heapq
 import itertools
 import json
+import math
+import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,14 +35,16 @@ Figures = dict[str, Any]
 MIB, GIB = 2**20, 2**30
 BUDGET_FRACTION = 0.35
 """Budget of the networks without a line of their own, as a fraction of the original step's predicted peak."""
-BASE_TOKENS = 1024
+HEADROOM = 0.1
+"""Default of `tflms_sft.AutoParams`."""
+BASE_TOKENS = 128
 """Length at which the original language model defines the budget."""
 MAX_PLAIN_BYTES = 8 * GIB
 """Predicted peak above which an original step is not run."""
 MAX_STEP_SECONDS = 60.0
 """Predicted time above which a rewritten step is planned and not run."""
 MIN_LONGER, MAX_TOKEN_TIME_RATIO = 12, 1.2
-"""Required ratio of lengths of the language model, and of its times per token."""
+"""Required ratio of lengths of the language model, and of its times per token at this length."""
 SHORT_ATTENTION = 8192
 """Length at which the attention layer is compared with the original step."""
 
@@ -52,6 +56,7 @@ class Line:
     Attributes:
         size: Height and width of an image, or tokens of a sequence.
         fraction: Budget as a fraction of the original step's predicted peak.
+        of_measured: Whether it is a fraction of the measured peak instead, which the plan may use without headroom.
         max_ratio: Largest ratio of times that passes, or `None`.
         max_saved_fraction: Largest fraction of the bytes saved for the backward pass that passes, or `None`.
         two_loops: Whether a plan with two loops is measured too, and has to be slower.
@@ -59,13 +64,14 @@ class Line:
 
     size: int
     fraction: float = BUDGET_FRACTION
+    of_measured: bool = False
     max_ratio: float | None = None
     max_saved_fraction: float | None = None
     two_loops: bool = False
 
 
 LINES = {
-    "unet": Line(512, 1 / 4, max_ratio=1.15, two_loops=True),
+    "unet": Line(512, 1 / 4, of_measured=True, max_ratio=1.15, two_loops=True),
     "head": Line(4096, 1 / 4, max_ratio=1.05, max_saved_fraction=1 / 10),
     "attention": Line(16384, 1 / 32, max_saved_fraction=1 / 32),
     "language-model": Line(BASE_TOKENS),
@@ -87,19 +93,31 @@ def measured(function: str, env: dict[str, str], **kwargs: Any) -> Any:
     return _child.call_in_child(f"benchmarks._sequence_steps:{function}", kwargs, env=env)
 
 
-def compared(net: str, size: int, budget: float, runs: int, env: dict[str, str]) -> Figures:
-    """Plan a step within a budget and measure it; the original step beside it unless it is too large."""
-    case = {"net": net, "size": size, "budget": budget}
-    figures: Figures = {"size": size, **measured("planned", env, **case)}
+def peak_figures(runs: int, env: dict[str, str], **case: Any) -> Figures:
+    """Measure peaks of a step; return their median, and all of them."""
+    peaks = measured("peaks", env, **case, runs=runs)
+    return {"peak_bytes": int(statistics.median(peaks)), "peaks": peaks}
+
+
+def compared(case: Figures, runs: int, env: dict[str, str], base: int | None = None) -> Figures:
+    """Plan a step within a budget and measure it; the original step beside it unless it is too large.
+
+    Args:
+        case: Name of the network, its size, the budget and its headroom.
+        runs: Counted runs.
+        env: Environment of the child processes.
+        base: Tokens of a shorter sequence whose time per token is compared; `None` for none.
+    """
+    figures: Figures = {"size": case["size"], **measured("planned", env, **case)}
     if "error" in figures:
         return figures
     plain = figures["original_bytes"] <= MAX_PLAIN_BYTES
     if figures["predicted_seconds"] > MAX_STEP_SECONDS:
         return figures
     if plain:
-        figures["plain_peak_bytes"] = measured("peak", env, **{**case, "budget": None})
-    figures["peak_bytes"] = measured("peak", env, **case)
-    figures["times"] = measured("times", env, **case, runs=runs, plain=plain)
+        figures["plain_peak_bytes"] = peak_figures(runs, env, **{**case, "budget": None})["peak_bytes"]
+    figures |= peak_figures(runs, env, **case)
+    figures["times"] = measured("times", env, **case, runs=runs, plain=plain, base=base)
     return figures
 
 
@@ -116,16 +134,19 @@ def within_budget(figures: Figures) -> dict[str, bool]:
 def network(name: str, runs: int, env: dict[str, str]) -> Figures:
     """Measure a network within its budget."""
     line = LINES[name]
-    figures = compared(name, line.size, line.fraction, runs, env)
+    case: Figures = {"net": name, "size": line.size, "budget": line.fraction, "headroom": HEADROOM}
+    if line.of_measured:
+        plain = peak_figures(runs, env, **{**case, "budget": None})["peak_bytes"]
+        case |= {"budget": int(line.fraction * plain), "headroom": 0.0}
+    figures = compared(case, runs, env)
     criteria = within_budget(figures)
     figures["criteria"] = criteria
     if "error" in figures:
         return figures
     if line.two_loops:
-        case = {"net": name, "size": line.size, "budget": line.fraction}
         uncached = {**env, "TFLMS_SFT_PLAN_CACHE": "off"}
         figures["two_loops"] = measured("planned", uncached, **case, two_loops=True)
-        figures["two_loops"]["peak_bytes"] = measured("peak", uncached, **case, two_loops=True)
+        figures["two_loops"] |= peak_figures(runs, uncached, **case, two_loops=True)
         figures["times"] = measured("times", uncached, **case, runs=runs, two_loops=True)
         ratios = figures["times"]["ratios"]
         criteria["faster than two loops"] = ratios["rewritten"] < ratios["two loops"]
@@ -137,7 +158,7 @@ def network(name: str, runs: int, env: dict[str, str]) -> Figures:
     if line.max_ratio is not None:
         criteria[f"at most {line.max_ratio:g}x the time"] = figures["times"]["ratios"]["rewritten"] <= line.max_ratio
     if name == "attention":
-        figures["shorter"] = compared(name, SHORT_ATTENTION, line.fraction, runs, env)
+        figures["shorter"] = compared({**case, "size": SHORT_ATTENTION}, runs, env)
     return figures
 
 
@@ -146,33 +167,29 @@ def language_model(name: str, runs: int, env: dict[str, str]) -> Figures:
 
     Lengths double, and the required one is among them.
     """
-    case = {"net": name, "size": BASE_TOKENS, "budget": None}
-    budget = measured("peak", env, **case)
-    seconds = measured("times", env, **case, runs=runs)["medians"]["plain"]
+    case = {"net": name, "headroom": HEADROOM}
+    base = peak_figures(runs, env, **case, size=BASE_TOKENS, budget=None)
     lengths: list[Figures] = []
     factors = heapq.merge((2**exponent for exponent in itertools.count(1)), (MIN_LONGER,))
     while not lengths or lengths[-1]["fits"]:
-        figures = compared(name, next(factors) * BASE_TOKENS, budget, runs, env)
-        fits = all(within_budget(figures).values())
-        if "times" in figures:
-            step_seconds = figures["times"]["medians"]["rewritten"]
-            figures["token_time_ratio"] = step_seconds / figures["size"] / (seconds / BASE_TOKENS)
-        elif fits:
-            figures["predicted_token_time_ratio"] = (
-                figures["predicted_seconds"] / figures["size"] * BASE_TOKENS / seconds
-            )
-        figures["fits"] = fits
+        case |= {"size": next(factors) * BASE_TOKENS, "budget": base["peak_bytes"]}
+        figures = compared(case, runs, env, base=BASE_TOKENS)
+        figures["fits"] = all(within_budget(figures).values())
         lengths.append(figures)
         print(f"{name}, {figures['size']} tokens: {summary(figures)}", flush=True)
-    fitting = [figures for figures in lengths if figures["fits"]]
-    longest = fitting[-1] if fitting else {"size": BASE_TOKENS}
-    ratios = [figures.get("token_time_ratio", figures.get("predicted_token_time_ratio")) for figures in fitting]
+    fitting = {figures["size"]: figures for figures in lengths if figures["fits"]}
+    required = fitting.get(MIN_LONGER * BASE_TOKENS, {})
     criteria = {
-        f"{MIN_LONGER}x longer": longest["size"] >= MIN_LONGER * BASE_TOKENS,
-        f"at most {MAX_TOKEN_TIME_RATIO}x the time per token": bool(ratios) and ratios[-1] <= MAX_TOKEN_TIME_RATIO,
+        f"{MIN_LONGER}x longer": bool(required),
+        f"at most {MAX_TOKEN_TIME_RATIO}x the time per token": token_time_ratio(required) <= MAX_TOKEN_TIME_RATIO,
     }
-    base = {"peak_bytes": budget, "seconds": seconds}
-    return {"size": longest["size"], "budget_bytes": budget, "base": base, "lengths": lengths, "criteria": criteria}
+    size = max(fitting, default=BASE_TOKENS)
+    return {"size": size, "budget_bytes": base["peak_bytes"], "base": base, "lengths": lengths, "criteria": criteria}
+
+
+def token_time_ratio(figures: Figures) -> float:
+    """Return the time per token relative to the shorter sequence; infinity if it was not measured."""
+    return float(figures.get("times", {}).get("base_ratio", math.inf))
 
 
 def status(figures: Figures) -> str:
@@ -189,7 +206,8 @@ def summary(figures: Figures) -> str:
         if key.endswith("bytes") and key != "saved_bytes"
     ]
     parts += [f"{name} {ratio:.2f}x" for name, ratio in figures.get("times", {}).get("ratios", {}).items()]
-    parts += [f"{key.replace('_', ' ')} {figures[key]:.2f}" for key in figures if key.endswith("token_time_ratio")]
+    if token_time_ratio(figures) < math.inf:
+        parts.append(f"per token {token_time_ratio(figures):.2f}x")
     parts += [figures[key] for key in ("headline", "error") if key in figures]
     return ", ".join(parts)
 
@@ -241,13 +259,12 @@ def length_table(stored: Figures) -> str:
         ratio = figures.get("times", {}).get("ratios", {}).get("rewritten")
         tiles = figures.get("headline", "no plan").split(" in ")[-1].split(",")[0]
         predicted = f", {figures['predicted_ratio']:.2f}x" if "predicted_ratio" in figures else ""
-        per_token = f"{figures['token_time_ratio']:.2f}x" if "token_time_ratio" in figures else "-"
         rows.append(
             [
                 f"{figures['size']:,}",
                 *(mib(figures[key]) if key in figures else "-" for key in sizes),
                 f"{tiles}{predicted}",
-                per_token,
+                f"{token_time_ratio(figures):.2f}x" if token_time_ratio(figures) < math.inf else "-",
                 "-" if ratio is None else f"{ratio:.2f}x",
             ]
         )

@@ -5,6 +5,9 @@ Keras before version 3.15 computes a dense layer on an image as a `BatchMatMulV2
 kernel. An `Einsum` names the axes, so that the rules see a product per pixel. The gradient of the kernel is a
 `BatchMatMulV2` of two images that sums over one axis only; a `Sum` over the others follows. Both together become one
 `Einsum`, which reduces over the image. Attention multiplies images with each other.
+
+A product with a transposed matrix, such as scores of words from a table of embeddings, names the axes of the matrix
+itself. Otherwise the transposed copies of a vocabulary and of its gradient would be as large as the vocabulary.
 """
 
 from __future__ import annotations
@@ -42,7 +45,41 @@ def rewrite_image_products(graph: Graph, evaluate: StaticEvaluator) -> bool:
         if product is not None:
             replaced[node.out()] = product
     graph.replace_tensors(replaced)
+    return _absorb_transposes(graph, evaluate) or bool(replaced)
+
+
+def _absorb_transposes(graph: Graph, evaluate: StaticEvaluator) -> bool:
+    """Let `Einsum` ops read matrices that are not transposed, and return transposed matrices, in place.
+
+    Returns:
+        Whether any op changed.
+    """
+    sources = {n.out(): n.inputs[0] for n in graph.nodes.values() if _transposes_matrix(n, evaluate)}
+    if not sources:
+        return False
+    consumers, replaced = graph.consumers(), dict[Tensor, Tensor]()
+    for node in list(graph.nodes.values()):
+        if node.op != "Einsum" or node.control_inputs or b"." in node.attrs["equation"].s:
+            continue
+        terms, result = node.attrs["equation"].s.decode().replace(" ", "").split("->")
+        operands = [
+            (labels[::-1], sources[tensor]) if tensor in sources else (labels, tensor)
+            for labels, tensor in zip(terms.split(","), node.inputs, strict=True)
+        ]
+        tensor, readers = node.out(), consumers.get(node.out(), [])
+        if len(readers) == 1 and tensor not in graph.outputs and readers[0][0].out() in sources:
+            tensor, result = readers[0][0].out(), result[::-1]
+            # The kernel transposes a result whose first axis is not one of the first operand.
+            operands.sort(key=lambda operand: result[0] not in operand[0])
+        if tensor != node.out() or any(t in sources for t in node.inputs):
+            equation = f"{','.join(labels for labels, _ in operands)}->{result}"
+            replaced[tensor] = _einsum(graph, node, equation, [t for _, t in operands], tensor.shape)
+    graph.replace_tensors(replaced)
     return bool(replaced)
+
+
+def _transposes_matrix(node: Node, evaluate: StaticEvaluator) -> bool:
+    return node.op == "Transpose" and not node.control_inputs and evaluate(node.inputs[1]) == (1, 0)
 
 
 def _product_with_matrix(graph: Graph, node: Node) -> Tensor | None:

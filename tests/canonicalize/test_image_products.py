@@ -128,3 +128,33 @@ def test_dense_layers_on_images_run_in_tiles(known):
     assert fast.plan.segments and all("reduces over the image" in why for _, why in fast.plan.left_alone)
     want, got = traced.run(traced.concrete_fn), traced.run(fast.concrete_function)
     assert max(error(got[key], want[key]) for key in want) < TOLERANCE
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
+def test_products_with_a_transposed_matrix_transpose_nothing(known):
+    """Scores of words from a table of embeddings, and the gradient of the table."""
+    table = numbers(6, 3)
+
+    def function(words, image):
+        with tf.GradientTape() as tape:
+            tape.watch([table, image])
+            scores = tf.einsum("abc,cd->abd", image, tf.transpose(table))
+            loss = tf.reduce_sum(tf.sin(scores) * tf.gather(words, 1, axis=-1)[..., None])
+        return [scores, *tape.gradient(loss, [table, image])]
+
+    arrays = numbers(2, 7, 3), numbers(2, 7, 3)
+    call, ops = canonical(function, *arrays, known=known)
+    assert ops.count("Einsum") == 3 and "Transpose" not in ops
+    for got, want in zip(call(*arrays), function(*arrays), strict=True):
+        assert got.shape == want.shape and error(got, want) < TOLERANCE
+
+
+def test_transposed_and_not_transposed_results_are_both_computed():
+    def function(x, y):
+        product = tf.einsum("abc,abd->cd", x, y)
+        return [product, tf.transpose(product), tf.einsum("cd,abc->abd", tf.transpose(tf.transpose(product)), x)]
+
+    arrays = numbers(2, 7, 3), numbers(2, 7, 4)
+    call, _ = canonical(function, *arrays)
+    for got, want in zip(call(*arrays), function(*arrays), strict=True):
+        assert got.shape == want.shape and error(got, want) < TOLERANCE

@@ -15,12 +15,13 @@ def measured(monkeypatch):
 
     def call(target, kwargs, env=None):
         size, budget = kwargs["size"], kwargs["budget"]
-        plain, rewritten = size**2, 64 * size
-        if target.endswith("peak"):
-            return plain if budget is None else rewritten
+        plain, rewritten = size**2, 8 * size
+        if target.endswith("peaks"):
+            return [plain if budget is None else rewritten] * kwargs["runs"]
         if target.endswith("times"):
             times = {"plain": size / 1000, "rewritten": 1.1 * size / 1000, "two loops": 1.3 * size / 1000}
-            return {"medians": times, "ratios": {"rewritten": 1.1, "two loops": 1.3}}
+            figures = {"medians": times, "ratios": {"rewritten": 1.1, "two loops": 1.3}}
+            return figures if kwargs.get("base") is None else {**figures, "base_ratio": 1.15}
         budget = budget * plain if budget < 1 else budget
         figures = {"original_bytes": plain, "budget_bytes": budget}
         if rewritten > budget:
@@ -38,8 +39,8 @@ def test_every_line_has_a_network():
 
 def test_lengths_grow_until_the_budget_is_too_small(measured):
     figures = sequences.language_model("language-model", 1, {})
-    assert [length["size"] for length in figures["lengths"]] == [2048, 4096, 8192, 12288, 16384, 32768]
-    assert figures["size"] == 16384
+    assert [length["size"] for length in figures["lengths"]] == [256, 512, 1024, 1536, 2048, 4096]
+    assert figures["size"] == 2048
     assert list(figures["criteria"].values()) == [True, True]
 
 
@@ -49,7 +50,7 @@ def test_results_are_stored_and_continued(measured, tmp_path, capsys):
     assert sequences.main([*arguments, "--lines", "unet", "attention", "language-model"]) == 0
     stored = json.loads(path.read_text())
     assert "| unet, two loops " in stored["tables"]["networks"]
-    assert "| 8,192 " in stored["tables"]["lengths"]
+    assert "| 2,048 " in stored["tables"]["lengths"]
     stored["lines"]["unet"]["criteria"]["faster than two loops"] = False
     path.write_text(json.dumps(stored))
     capsys.readouterr()
@@ -60,7 +61,7 @@ def test_results_are_stored_and_continued(measured, tmp_path, capsys):
 
 
 def test_network_without_a_plan_fails(measured, monkeypatch):
-    monkeypatch.setitem(sequences.LINES, "decoder", sequences.Line(128))
+    monkeypatch.setitem(sequences.LINES, "decoder", sequences.Line(16))
     figures = sequences.network("decoder", 1, {})
     assert sequences.status(figures) == "FAILED"
     assert sequences.row(figures)[-2:] == ["no plan", "-"]

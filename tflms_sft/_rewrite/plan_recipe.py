@@ -26,7 +26,7 @@ from tflms_sft._planner.segment_tilings import LoopEstimates
 from tflms_sft._planner.traced_step import TracedStep
 from tflms_sft._version import __version__
 
-FORMAT = 3
+FORMAT = 4
 """Version of the JSON object."""
 
 Recipe = dict[str, Any]
