@@ -207,3 +207,27 @@ def test_a_plan_within_a_budget_gives_equal_results(name):
 @pytest.mark.parametrize("name", ["language model", "grouped heads", pytest.param("captioner", marks=pytest.mark.slow)])
 def test_tiles_with_an_unknown_batch_give_equal_results(name):
     assert not differing(net_step(name, known_batch=False), tflms_sft.SFTParams(num_tiles=(1, 5)))
+
+
+def test_each_length_has_a_plan():
+    """The length of a batch is that of its longest sequence; shorter ones end with padding, which a mask removes."""
+    random = np.random.default_rng(0)
+    batches = [random.integers(1, 20, size=(2, length)).astype("int32") for length in (24, 31, 24)]
+    for words in batches:
+        words[1, -5:] = 0
+
+    def weights_after(*callbacks):
+        keras.utils.set_random_seed(0)
+        words = keras.Input((None,), dtype="int32")
+        x = block(layers.Embedding(20, 8, mask_zero=True)(words), causal=True)
+        model = keras.Model(words, layers.Dense(20)(x))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("adam", loss, weighted_metrics=["accuracy"], jit_compile=False)
+        for batch in batches:
+            model.fit(batch, batch, batch_size=2, verbose=0, callbacks=list(callbacks))
+        return [np.array(variable.numpy()) for variable in model.variables]
+
+    callback = tflms_sft.SFT((1, 3), verbose=0)
+    expected, got = weights_after(), weights_after(callback)
+    assert callback.plan.segments
+    assert max(error(a, b) for a, b in zip(got, expected, strict=True)) < TOLERANCE
