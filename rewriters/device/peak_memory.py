@@ -22,7 +22,7 @@ import tensorflow as tf
 from rewriters.device import properties
 from rewriters.device.allocator import Allocator
 from rewriters.device.kernel_scratch import op_scratch
-from rewriters.ir.graph import LOOPS, Graph, Node, Tensor, predecessors
+from rewriters.ir.graph import IN_FILES, LOOPS, Graph, Node, Tensor, predecessors
 from rewriters.ir.loop_bodies import folded_tensors, is_folded
 from rewriters.ir.op_traits import Trait, ops_with
 
@@ -451,7 +451,9 @@ def graph_schedule(
     """
 
     def num_bytes(tensor: Tensor) -> int:
-        return 0 if tensor.node in away or is_folded(tensor) else tensor.num_bytes(batch)
+        if tensor.node in away or is_folded(tensor) or _is_in_file(tensor):
+            return 0
+        return tensor.num_bytes(batch)
 
     def alias(node: Node) -> bool:
         return (
@@ -464,6 +466,10 @@ def graph_schedule(
     held = [*fixed, *(t.num_bytes(batch) for t in graph.inputs)]
     folded_bytes = sum(t.num_bytes(batch) for t in folded_tensors(graph))
     return AllocationTrace(events, with_delayed_frees(events, loops), held, folded_bytes)
+
+
+def _is_in_file(tensor: Tensor) -> bool:
+    return IN_FILES in tensor.node.attrs and tensor.index in tensor.node.attrs[IN_FILES].list.i
 
 
 def graph_peak(

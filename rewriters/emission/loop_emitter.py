@@ -15,8 +15,8 @@ from rewriters.device.kernel_audit import reads_gpu_memory
 from rewriters.device.kernel_scratch import ConcurrencyGroup
 from rewriters.device.properties import forwards_input_buffer, may_fuse_with_consumer
 from rewriters.emission.buffers import DeviceBuffer, Span, corner_and_size, host_scalar, stacked, static_sizes
+from rewriters.emission.file_buffers import FileBuffers, return_pages
 from rewriters.emission.file_reads import read_region
-from rewriters.emission.loop_outputs import LoopOutput, MergedMoments, ReductionOutput, ScatterAddOutput, TiledOutput
 from rewriters.emission.loop_tensors import (
     BATCH_DIM,
     batch_source,
@@ -25,7 +25,8 @@ from rewriters.emission.loop_tensors import (
     loop_output_tensors,
     repeated_number,
 )
-from rewriters.emission.row_carries import CarriedState, SavedState, finish_gradient_rows, joined, received
+from rewriters.emission.output_selection import outputs_of
+from rewriters.emission.row_carries import CarriedState, finish_gradient_rows, joined, received
 from rewriters.emission.while_loop import emit_while_loop
 from rewriters.ir import tf_internals
 from rewriters.ir.graph import Node, Tensor
@@ -45,13 +46,21 @@ def is_awaited(analysis: GraphAnalysis, node: Node) -> bool:
     return node in analysis.backward and not summation_order.may_be_flattened(analysis, node)
 
 
-def trace_loop(analysis: GraphAnalysis, segment: Segment, tile_loop: TileLoop) -> Any:
-    """Return a function graph that computes `loop_output_tensors` from `loop_input_tensors`."""
+def trace_loop(analysis: GraphAnalysis, segment: Segment, tile_loop: TileLoop, files: FileBuffers | None = None) -> Any:
+    """Return a function graph that computes `loop_output_tensors` from `loop_input_tensors`.
+
+    Args:
+        analysis: Analysis of the step.
+        segment: Segment of the loop.
+        tile_loop: The planned loop.
+        files: Rule that selects the results in files; `None` to hold all in memory.
+    """
     inputs = loop_input_tensors(tile_loop, segment)
     specs = [tf.TensorSpec(t.shape, t.dtype) for t in inputs]
 
     def build(*args: Any) -> list[Any]:
-        return LoopEmitter(analysis, segment, tile_loop=tile_loop, outer=dict(zip(inputs, args, strict=True))).run()
+        outer = dict(zip(inputs, args, strict=True))
+        return LoopEmitter(analysis, segment, tile_loop=tile_loop, outer=outer, files=files).run()
 
     return tf_internals.trace_func_graph(f"{segment.name}_{tile_loop.name}", build, specs)
 
@@ -64,6 +73,7 @@ class LoopEmitter:
         segment: Segment of the loop.
         tile_loop: The planned loop.
         outer: Symbolic value of each tensor that the loop reads.
+        files: Rule that selects the results in files; `None` to hold all in memory.
 
     Attributes:
         batch: Batch size, an integer or a scalar tensor.
@@ -72,7 +82,13 @@ class LoopEmitter:
     """
 
     def __init__(
-        self, analysis: GraphAnalysis, segment: Segment, *, tile_loop: TileLoop, outer: dict[Tensor, Any]
+        self,
+        analysis: GraphAnalysis,
+        segment: Segment,
+        *,
+        tile_loop: TileLoop,
+        outer: dict[Tensor, Any],
+        files: FileBuffers | None,
     ) -> None:
         self.analysis = analysis
         self.segment = segment
@@ -81,6 +97,8 @@ class LoopEmitter:
         self.batch = self._batch_size()
         self.batch_tiles = 1 if tile_loop.grid.batch == 1 else tf.minimum(tile_loop.grid.batch, self.batch)
         self.num_iterations = self.batch_tiles * int(np.prod(tile_loop.grid.spatial))
+        self.files = files
+        self.in_files = frozenset() if files is None else files.results(tile_loop)
 
     def _sliceable(self, tensor: Tensor, value: Any) -> Any:
         """Return a full-size tensor in a type whose slices stay in the GPU's memory, if all ops read it there.
@@ -115,7 +133,9 @@ class LoopEmitter:
             carried = {output.tensor: group[0] for output, group in groups if isinstance(output, CarriedState)}
             iteration = IterationEmitter(self, index, carried)
             iteration.run()
-            return [value for output, group in groups for value in output.update(iteration, group)]
+            return self._with_pages_returned(
+                [value for output, group in groups for value in output.update(iteration, group)]
+            )
 
         values = emit_while_loop(self.num_iterations, list(itertools.chain(*states)), iterate, self.tile_loop.order)
         results: dict[Tensor, Any] = {}
@@ -123,37 +143,18 @@ class LoopEmitter:
             results.update(zip(output.tensors, output.final(group), strict=True))
         return [results[tensor] for tensor in loop_output_tensors(self.tile_loop)]
 
+    def _with_pages_returned(self, values: list[Any]) -> list[Any]:
+        """Return the new values of the state variables; the next iteration waits until pages of files are returned."""
+        if self.files is None or not any(map(self.files.holds, {*self.tile_loop.reads, *self.in_files})):
+            return values
+        with tf.control_dependencies([return_pages(values)]):
+            return [tf.identity(values[0]), *values[1:]]
+
 
 def _grouped(values: Sequence[Any], sizes: Sequence[int]) -> Iterator[list[Any]]:
     """Yield consecutive groups of the values."""
     remaining = iter(values)
     return (list(itertools.islice(remaining, size)) for size in sizes)
-
-
-def outputs_of(analysis: GraphAnalysis, tile_loop: TileLoop) -> list[LoopOutput]:
-    """Return the outputs of a loop, and the rows that it carries, each with its state variables."""
-    outputs: list[LoopOutput] = [TiledOutput(tensor, tile_loop.cells[tensor]) for tensor in tile_loop.writes]
-    outputs += [ScatterAddOutput(tensor, tile_loop.regions[tensor]) for tensor in tile_loop.accumulates]
-    one_tile = tile_loop.grid.num_tiles == 1
-    outputs += [MergedMoments(pair, tile_loop.cells[pair.image], one_tile) for pair in tile_loop.moments]
-    merged = {tensor for pair in tile_loop.moments for tensor in (pair.mean, pair.variance)}
-    for tensor in tile_loop.reductions:
-        if tensor not in merged:
-            rule, view = find_rule(tensor.node), analysis.view(tensor.node)
-            per_image, cell = rule.per_image(view), None
-            if rule.per_pixel(view):
-                rows = tile_loop.cells[tensor.node.inputs[rule.summed(view)]]
-                cell = list(zip(rule.result_dims(view), rows, strict=True))
-            outputs.append(ReductionOutput(tensor, combination=rule.combined(view), per_image=per_image, cell=cell))
-    outputs += [SavedState(save) for save in tile_loop.saves]
-    for tensor, carry in tile_loop.carries.items():
-        layout = analysis.layouts.of(tensor)
-        assert layout is not None
-        if carry.saved is None:
-            outputs.append(
-                CarriedState(tensor, dims=layout.dims, region=tile_loop.regions[tensor], axis=tile_loop.row_axis)
-            )
-    return outputs
 
 
 class IterationEmitter:

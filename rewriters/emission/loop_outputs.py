@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
 
 from rewriters.emission.buffers import DeviceBuffer, Span, empty_buffer, stacked
+from rewriters.emission.file_buffers import FileBuffers, accumulator_dtype
 from rewriters.emission.while_loop import LoopState
 from rewriters.ir.graph import Tensor
 from rewriters.rules.intervals import Interval
@@ -32,9 +33,13 @@ class LoopContext(Protocol):
 
     Attributes:
         batch: Batch size, an integer or a scalar tensor.
+        files: Rule that selects the results in files; `None` if all are in memory.
+        in_files: Results in files.
     """
 
     batch: Any
+    files: FileBuffers | None
+    in_files: Set[Tensor]
 
 
 class Iteration(Protocol):
@@ -98,16 +103,22 @@ class LoopOutput(Protocol):
         """Return the values of its tensors from the final values of its variables."""
 
 
-def accumulator_dtype(dtype: tf.DType) -> tf.DType:
-    """Return the dtype of a sum: float32 for half precision, else the dtype of the summands."""
-    return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
+def initial_state(loop: LoopContext, tensor: Tensor, dtype: tf.DType, zero: bool) -> LoopState:
+    """Return the state variable of a result, in memory or in a file.
 
-
-def _state(loop: LoopContext, tensor: Tensor, dtype: tf.DType, zero: bool) -> LoopState:
+    Args:
+        loop: The loop.
+        tensor: The result.
+        dtype: Element type of the variable.
+        zero: Whether it begins as zeros; otherwise every element is written.
+    """
     assert tensor.shape is not None
     dims = [loop.batch if dim is None else int(dim) for dim in tensor.shape]
+    shape = stacked(dims) if dims else []
     with tf.device(tensor.node.device or None):
-        return LoopState(empty_buffer(stacked(dims) if dims else [], dtype, zero), tensor.shape)
+        if loop.files is not None and tensor in loop.in_files:
+            return LoopState(tf.ensure_shape(loop.files.zeros(shape, dtype), tensor.shape), tensor.shape)
+        return LoopState(empty_buffer(shape, dtype, zero), tensor.shape)
 
 
 class TiledOutput:
@@ -119,7 +130,7 @@ class TiledOutput:
 
     def initial(self, loop: LoopContext) -> list[LoopState]:
         """Return an uninitialised buffer: the iterations write every element."""
-        return [_state(loop, self.tensors[0], self.tensors[0].dtype, zero=False)]
+        return [initial_state(loop, self.tensors[0], self.tensors[0].dtype, zero=False)]
 
     def update(self, iteration: Iteration, values: Sequence[Any]) -> list[Any]:
         """Write the cell into the buffer."""
@@ -141,7 +152,7 @@ class ScatterAddOutput:
 
     def initial(self, loop: LoopContext) -> list[LoopState]:
         """Return a buffer of zeros."""
-        return [_state(loop, self.tensors[0], accumulator_dtype(self.tensors[0].dtype), zero=True)]
+        return [initial_state(loop, self.tensors[0], accumulator_dtype(self.tensors[0].dtype), zero=True)]
 
     def update(self, iteration: Iteration, values: Sequence[Any]) -> list[Any]:
         """Add the rows to the buffer."""
@@ -192,7 +203,7 @@ class ReductionOutput:
         """Return a buffer of neutral elements."""
         (tensor,) = self.tensors
         dtype = accumulator_dtype(tensor.dtype) if self._adds else tensor.dtype
-        state = _state(loop, tensor, dtype, zero=True)
+        state = initial_state(loop, tensor, dtype, zero=True)
         neutral = self._neutral
         if neutral == 0:
             return [state]
@@ -252,7 +263,7 @@ class MergedMoments:
     def initial(self, loop: LoopContext) -> list[LoopState]:
         """Return zeros for the count of numbers, their mean, and the sum of their squared differences from it."""
         mean = self._moments.mean
-        return [_state(loop, mean, accumulator_dtype(mean.dtype), zero=True) for _ in range(3)]
+        return [initial_state(loop, mean, accumulator_dtype(mean.dtype), zero=True) for _ in range(3)]
 
     def update(self, iteration: Iteration, values: Sequence[Any]) -> list[Any]:
         """Merge the moments of the iteration into the variables."""

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from rewriters.emission.buffers import DeviceBuffer, Span, empty_buffer, replaced, stacked
-from rewriters.emission.loop_outputs import Iteration, LoopContext
+from rewriters.emission.buffers import DeviceBuffer, Span, replaced, stacked
+from rewriters.emission.loop_outputs import Iteration, LoopContext, initial_state
 from rewriters.emission.while_loop import LoopState
 from rewriters.ir import tf_internals
 from rewriters.ir.graph import Tensor
@@ -178,10 +178,7 @@ class SavedState:
     def initial(self, loop: LoopContext) -> list[LoopState]:
         """Return an uninitialised buffer: the iterations write every row."""
         saved = self._save.saved
-        assert saved.shape is not None
-        dims = [loop.batch if dim is None else int(dim) for dim in saved.shape]
-        with tf.device(saved.node.device or None):
-            return [LoopState(empty_buffer(stacked(dims), saved.dtype, False), saved.shape)]
+        return [initial_state(loop, saved, saved.dtype, zero=False)]
 
     def update(self, iteration: Iteration, values: Sequence[Any]) -> list[Any]:
         """Write the rows at the borders of backward tiles that lie in this tile."""

@@ -15,11 +15,12 @@ import tensorflow as tf
 
 from rewriters.analysis.autodiff_roles import reads_shape_only
 from rewriters.analysis.graph_analysis import GraphAnalysis, require_analysed
+from rewriters.emission.file_buffers import FILE_OP, FileBuffers
 from rewriters.emission.loop_emitter import trace_loop
 from rewriters.emission.loop_signature import program_signature
 from rewriters.emission.loop_tensors import loop_input_tensors, loop_operand, loop_output_tensors
 from rewriters.errors import RewriteError
-from rewriters.ir.graph import LOOPS, Graph, Node, Tensor, from_tf_graph
+from rewriters.ir.graph import IN_FILES, LOOPS, Graph, Node, Tensor, from_tf_graph
 from rewriters.ir.graph_pass import GraphPass, PassResult, run_pass
 from rewriters.ir.region_reads import is_region_read
 from rewriters.ir.static_values import int_constant, type_attr
@@ -86,17 +87,18 @@ def planner_for(analysis: GraphAnalysis, segment: Segment, halo: Halo) -> TilePl
     return (RowPlanner if halo is Halo.CARRY else TilePlanner)(analysis, segment)
 
 
-def tile_segments(analysis: GraphAnalysis, plans: list[SegmentPlan]) -> Graph:
+def tile_segments(analysis: GraphAnalysis, plans: list[SegmentPlan], files: FileBuffers | None = None) -> Graph:
     """Return a new graph in which the planned segments run tile by tile.
 
     Args:
         analysis: Analysis of the graph that the plans refer to.
         plans: Plans of segments that share no op.
+        files: Rule that selects the results of loops in files; `None` to hold all in memory.
 
     Raises:
         RewriteError: If an op outside of a segment needs an op inside that has no full-size result.
     """
-    return run_pass(TilePass(analysis, plans), analysis.graph).graph
+    return run_pass(TilePass(analysis, plans, files=files), analysis.graph).graph
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +115,7 @@ class Tiled(PassResult):
 class TilePass(GraphPass[Tiled]):
     """Replaces planned segments by tile loops."""
 
-    new_stateful_ops = frozenset((*LOOPS, "Empty"))
+    new_stateful_ops = frozenset((*LOOPS, "Empty", FILE_OP))
 
     def __init__(
         self,
@@ -121,6 +123,7 @@ class TilePass(GraphPass[Tiled]):
         plans: list[SegmentPlan],
         *,
         bodies: bool = True,
+        files: FileBuffers | None = None,
         stages: Mapping[Node, int] | None = None,
     ) -> None:
         """Prepare the pass.
@@ -129,11 +132,13 @@ class TilePass(GraphPass[Tiled]):
             analysis: Analysis of the graph that the plans refer to.
             plans: Segments that share no op.
             bodies: Whether to trace the bodies of loops.
+            files: Rule that selects the results of loops in files; `None` to hold all in memory.
             stages: Stage of each op that has one, for a pipeline.
         """
         self.analysis = analysis
         self.plans = plans
         self.bodies = bodies
+        self.files = files
         self.stages = stages
 
     def requires(self, graph: Graph) -> None:
@@ -144,7 +149,7 @@ class TilePass(GraphPass[Tiled]):
         """Splice the loops in; without stages, order the update with them."""
         if not self.plans:
             return Tiled(graph, changed=False)
-        splicer = _LoopSplicer(self.analysis, self.plans, bodies=self.bodies, stages=self.stages)
+        splicer = _LoopSplicer(self.analysis, self.plans, bodies=self.bodies, files=self.files, stages=self.stages)
         return Tiled(splicer.run(), changed=True) if self.stages is None else splicer.in_stages()
 
 
@@ -161,12 +166,12 @@ def tile_stages(analysis: GraphAnalysis, plans: list[SegmentPlan], stages: Mappi
     return run_pass(TilePass(analysis, plans, stages=stages), analysis.graph)
 
 
-def tile_skeleton(analysis: GraphAnalysis, plans: list[SegmentPlan]) -> Graph:
+def tile_skeleton(analysis: GraphAnalysis, plans: list[SegmentPlan], files: FileBuffers | None = None) -> Graph:
     """Return the graph of `tile_segments` with each loop as a single op without a body.
 
     The memory model needs no more. It takes a fraction of the time, because TensorFlow traces no loop bodies.
     """
-    return run_pass(TilePass(analysis, plans, bodies=False), analysis.graph).graph
+    return run_pass(TilePass(analysis, plans, bodies=False, files=files), analysis.graph).graph
 
 
 class _LoopSplicer:
@@ -176,6 +181,7 @@ class _LoopSplicer:
         analysis: Analysis of the graph that the plans refer to.
         plans: Plans of segments that share no op.
         bodies: Whether loops have bodies.
+        files: Rule that selects the results of loops in files.
         stages: Pipeline stage of each op that has one; `None` without a pipeline.
     """
 
@@ -185,11 +191,13 @@ class _LoopSplicer:
         plans: list[SegmentPlan],
         *,
         bodies: bool = True,
+        files: FileBuffers | None = None,
         stages: Mapping[Node, int] | None = None,
     ) -> None:
         self.analysis = analysis
         self.plans = plans
         self.bodies = bodies
+        self.files = files
         self.stages = stages
         self.graph = analysis.graph.copy()
         self.replaced: dict[Tensor, Tensor] = {}
@@ -206,7 +214,7 @@ class _LoopSplicer:
         loops = [
             EmittedLoop(loop.name, self.starts[loop].name, self.devices[loop], loop in self.backward) for loop in order
         ]
-        readers = [loop.name for loop in order if self._reads_files(loop)]
+        readers = [loop.name for loop in order if self._uses_files(loop)]
         scheduling = (
             DelayOptimizerOps(self.analysis),
             RunUpdatesAfterReads(readers),
@@ -216,9 +224,14 @@ class _LoopSplicer:
         add_edges(self.graph, scheduling)
         return self.graph
 
-    def _reads_files(self, loop: Node) -> bool:
-        """Return whether the iterations of a loop read images from files."""
-        return any(is_region_read(tensor.node) for tensor in self.tile_loops[self.starts[loop]].reads)
+    def _uses_files(self, loop: Node) -> bool:
+        """Return whether a loop reads images from files, or creates files for its results. Both may fail."""
+        tile_loop = self.tile_loops[self.starts[loop]]
+        return bool(self._in_files(tile_loop)) or any(is_region_read(tensor.node) for tensor in tile_loop.reads)
+
+    def _in_files(self, tile_loop: TileLoop) -> Set[Tensor]:
+        """Return the results of a loop that lie in files."""
+        return frozenset() if self.files is None else self.files.results(tile_loop)
 
     def in_stages(self) -> Tiled:
         """Insert the loops alone."""
@@ -357,7 +370,11 @@ class _LoopSplicer:
     ) -> tuple[Node, list[Tensor]]:
         """Insert a loop as one op without a body; return it with its results."""
         outputs = [tensor.node.outputs[tensor.index] for tensor in loop_output_tensors(tile_loop)]
-        loop = self.graph.add(Node(f"{prefix}/while", "While", inputs, control_inputs=[start], outputs=outputs))
+        in_files = self._in_files(tile_loop)
+        indices = [index for index, tensor in enumerate(loop_output_tensors(tile_loop)) if tensor in in_files]
+        attrs = {IN_FILES: tf.compat.v1.AttrValue(list=tf.compat.v1.AttrValue.ListValue(i=indices))}
+        loop = Node(f"{prefix}/while", "While", inputs, control_inputs=[start], attrs=attrs, outputs=outputs)
+        self.graph.add(loop)
         return loop, [loop.out(index) for index in range(len(outputs))]
 
     def _traced(
@@ -373,7 +390,7 @@ class _LoopSplicer:
                 continue
             node.name = self.graph.unique_name(f"{prefix}/{node.name}")
             node.inputs = [outer.get(t, t) for t in node.inputs]
-            if node.op == "Empty" or node.op in LOOPS:
+            if node.op in ("Empty", FILE_OP) or node.op in LOOPS:
                 node.control_inputs = [*node.control_inputs, start]
             loop = node if node.op in LOOPS else loop
             self.tile_loops[node] = tile_loop
@@ -385,7 +402,7 @@ class _LoopSplicer:
         """Return a loop in a graph of its own; equal loops of several segments are traced once and share their body."""
         key = program_signature(self.analysis, segment, tile_loop)
         if key not in self.programs:
-            traced = trace_loop(self.analysis, segment, tile_loop)
+            traced = trace_loop(self.analysis, segment, tile_loop, self.files)
             self.programs[key] = from_tf_graph(traced, traced.inputs, traced.outputs, [])
             self.graph.library.MergeFrom(self.programs[key].library)
         return self.programs[key].copy()

@@ -22,6 +22,9 @@ from rewriters.ir.op_traits import Trait, ops_with
 
 __all__: list[str] = []
 
+IN_FILES = "_in_files"
+"""Attribute of a loop without a body: indices of the results that lie in files and take no memory."""
+
 PER_PIXEL = "_per_pixel"
 """Attribute of a call (`matrices_to_images.py`): the op type that its function applies to the pixels of images."""
 

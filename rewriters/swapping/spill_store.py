@@ -303,14 +303,24 @@ class SpillStore:
         return shutil.disk_usage(self.directory).free
 
     def _failure(self, name: str, needed: int, error: OSError) -> SpillError:
-        free = "unknown"
-        with contextlib.suppress(OSError):
-            free = str(self.free_bytes())
-        problem = "is full" if error.errno in _FULL_DISK else f"cannot be written: {error.strerror}"
-        return SpillError(
-            f"The disk of {self.directory!r} {problem}. Swapping out `{name}` needs {needed} bytes, {free} are free. "
-            "Pass another directory as `spill_dir=`, or swap fewer tensors."
-        )
+        problem = write_problem(self.directory, f"Swapping out `{name}`", needed, error)
+        return SpillError(f"{problem} Pass another directory as `spill_dir=`, or swap fewer tensors.")
+
+
+def write_problem(directory: str, action: str, needed: int, error: OSError) -> str:
+    """Return a text for a write to a directory that has failed.
+
+    Args:
+        directory: The directory.
+        action: Purpose of the write, the beginning of a sentence.
+        needed: Bytes that it needs.
+        error: Its error.
+    """
+    free = "unknown"
+    with contextlib.suppress(OSError):
+        free = str(shutil.disk_usage(directory).free)
+    problem = "is full" if error.errno in _FULL_DISK else f"cannot be written: {error.strerror}"
+    return f"The disk of {directory!r} {problem}. {action} needs {needed} bytes, {free} are free."
 
 
 def _nothing() -> int:

@@ -60,5 +60,6 @@ def test_fewer_swaps_are_noted_only_if_swaps_take_long(without_swaps, note, monk
 def test_swaps_are_explained_by_the_time_of_tiles(ratio, why, monkeypatch):
     swaps = FeasiblePlan(BudgetPlan([], [], SwapParams()), 1.001, 1000)
     monkeypatch.setattr(budget_search, "_swaps_alone", lambda *_: swaps)
-    plans = budget_search._fitting(traced(5000), search(ratio), PARAMS, None)
+    least = SimpleNamespace(in_files=None)
+    plans = budget_search._fitting(traced(5000), search(ratio), PARAMS, least)
     assert plans[0].plan.why == why

@@ -17,6 +17,9 @@ _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_b
 _STATISTICS = ("/sys/fs/cgroup/memory.stat", "/sys/fs/cgroup/memory/memory.stat")
 _USAGES = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
 
+MAX_PAGE_CACHE_FRACTION = 0.5
+"""Fraction of the machine's free memory that the page cache may take before writes reach the disk."""
+
 
 def free_memory() -> int | None:
     """Return the free host memory in bytes, within the limit of a container; `None` where the system reports none."""
@@ -27,6 +30,12 @@ def free_memory() -> int | None:
         if limit is not None and used is not None:
             free = min(free, max(limit - used + _cached(statistics), 0))
     return free
+
+
+def exceeds_page_cache(num_bytes: int) -> bool:
+    """Return whether written bytes reach the disk itself, and not the page cache alone."""
+    free = free_memory()
+    return free is not None and num_bytes > free * MAX_PAGE_CACHE_FRACTION
 
 
 def _cached(statistics: str) -> int:

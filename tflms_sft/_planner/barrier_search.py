@@ -54,9 +54,9 @@ class CheckpointSet:
     selection: CheckpointSelection
     tensors: frozenset[Tensor]
 
-    def num_bytes(self, batch: int) -> int:
-        """Return the bytes that are saved for the backward pass."""
-        return sum(tensor.num_bytes(batch) for tensor in self.tensors)
+    def num_bytes(self, traced: TracedStep) -> int:
+        """Return the bytes that are saved in memory for the backward pass."""
+        return sum(map(traced.resident_bytes, self.tensors))
 
 
 class Barriers:
@@ -378,8 +378,8 @@ class BarrierSearch:
 
     def _first_within(self, family: Sequence[CheckpointSet], limit: int, beside: int) -> int:
         """Return the position of the first set with which a step stays within `limit` bytes, by the bytes beside it."""
-        batch = self._traced.batch
-        return bisect.bisect_left(family, True, key=lambda one: one.num_bytes(batch) + beside <= limit)
+        traced = self._traced
+        return bisect.bisect_left(family, True, key=lambda one: one.num_bytes(traced) + beside <= limit)
 
     def _first_fitting(self, family: Sequence[CheckpointSet], limit: int) -> int:
         """Return the position of the first set that fits with small iterations; those after it save less.
@@ -418,7 +418,7 @@ class BarrierSearch:
         """Return whether a set fits with small iterations, and note the bytes beside its checkpoints."""
         plan = self._plan(checkpoints)
         result = fits(plan, limit)
-        self._bytes_beside = plan.least_bytes - checkpoints.num_bytes(self._traced.batch)
+        self._bytes_beside = plan.least_bytes - checkpoints.num_bytes(self._traced)
         return result
 
     def fastest_within(self, limit: int) -> Candidate | None:

@@ -1,8 +1,9 @@
 """Plans within a memory budget: tiles, swaps, or both, whichever is predicted to be fastest.
 
-A step that fits is not rewritten. Otherwise the candidates are tiles alone and swaps alone; where neither fits, small
-tensors are swapped, too. Where nothing fits yet, or all take more than `MAX_TIME_RATIO_ALONE` times as long as the
-original step, tiles together with swaps are candidates. If nothing fits, the plan that needs least is tried.
+A step that fits is not rewritten. Otherwise the candidates are tiles alone and swaps alone. Where nothing fits yet, or
+all take more than `MAX_TIME_RATIO_ALONE` times as long as the original step, more are candidates: tiles with large
+results in files, swaps of small tensors too, and tiles together with swaps. If nothing fits, the plan that needs least
+is tried.
 
 With a larger budget no candidate gets slower, and so neither does the fastest of them. No plan counts as faster than
 the original step.
@@ -14,6 +15,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import shutil
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -21,6 +23,7 @@ import tensorflow as tf
 
 from rewriters.device import properties
 from rewriters.device.peak_memory import Peak
+from rewriters.emission.file_buffers import FileBuffers, reason_without_files
 from rewriters.emission.tile_pass import SegmentPlan
 from rewriters.errors import BudgetError
 from rewriters.tiling.ft_segments import SkippedOps
@@ -38,6 +41,7 @@ from tflms_sft._planner.traced_step import (
     least_peak,
     reasons,
     seconds_of,
+    sizes_in_files,
 )
 from tflms_sft._report.summary import time_text, transient_memory
 from tflms_sft._util.byte_sizes import enough_bytes, format_bytes
@@ -118,6 +122,7 @@ class BudgetPlan:
         plans: Segments to tile.
         left: Ops that cannot be tiled, with reasons.
         swaps: Tensors to swap in the tiled step, if any.
+        files: Rule that selects the results of tile loops that lie in files, if any.
         why: Reason for this kind of plan, as a note.
         advice: Note of the time with larger budgets, if the step is slow.
     """
@@ -125,6 +130,7 @@ class BudgetPlan:
     plans: list[SegmentPlan]
     left: list[SkippedOps]
     swaps: SwapParams | None = None
+    files: FileBuffers | None = None
     why: str = ""
     advice: str = ""
 
@@ -237,10 +243,13 @@ def _fitting(traced: TracedStep, search: TileSearch, params: AutoParams, least: 
         why = slower if tiles is not None or tiled >= swapped else "no tiles fit"
         plan = dataclasses.replace(alone.plan, left=search.left, why=f"swaps, because {why}")
         options.append(dataclasses.replace(alone, plan=plan))
+    slow = MAX_TIME_RATIO_ALONE * traced.seconds
+    if all(option.seconds > slow for option in options) and least.in_files is not None:
+        options += least.in_files.fastest_within(limit)
     if not options:
         options += least.swaps_alone(limit)
     fastest = min((option.seconds for option in options), default=math.inf)
-    if params.swap is not False and fastest > MAX_TIME_RATIO_ALONE * traced.seconds:
+    if params.swap is not False and fastest > slow:
         options += _together(traced, search, swap, limit, fastest)
     return sorted(options, key=lambda option: (max(option.seconds, traced.seconds), option.peak_bytes))
 
@@ -300,11 +309,49 @@ def _together(
             seconds = swaps.seconds(tuned, seconds)
             if seconds < fastest:
                 fastest = seconds
-                yield FeasiblePlan(BudgetPlan(tiles.plans, search.left, tuned, why), seconds, limit)
+                yield FeasiblePlan(BudgetPlan(tiles.plans, search.left, tuned, why=why), seconds, limit)
+
+
+class TilesInFiles:
+    """Tile plans whose loops write large results to files.
+
+    Args:
+        traced: The step.
+        files: Rule that selects the results in files.
+    """
+
+    def __init__(self, traced: TracedStep, files: FileBuffers) -> None:
+        self._traced = dataclasses.replace(traced, files=files)
+        self._files = files
+        self._search = _search(self._traced)
+
+    def fastest_within(self, limit: int) -> list[FeasiblePlan]:
+        """Return the fastest plan found that fits, if the disk has room for its files."""
+        tiles = self._search.fastest_within(limit)
+        return [] if tiles is None else self._feasible(tiles)
+
+    def least_within(self, limit: int) -> list[FeasiblePlan]:
+        """Return the plan with the lowest peak, if it fits and the disk has room for its files."""
+        return self._feasible(self.smallest) if self.smallest.peak.peak_bytes <= limit else []
+
+    @property
+    def smallest(self) -> Candidate:
+        """Plan with the lowest peak found."""
+        return self._search.smallest
+
+    def _feasible(self, tiles: Candidate) -> list[FeasiblePlan]:
+        sizes = sizes_in_files(self._traced, tiles.plans)
+        written = sum(size for size, _ in sizes)
+        if not sizes or written > shutil.disk_usage(self._files.directory).free:
+            return []
+        tensors = f"{len(sizes)} tensor{'s' * (len(sizes) > 1)} between tile loops, {format_bytes(written)}"
+        why = f"{tensors}, lie in files of {self._files.directory!r}"
+        plan = BudgetPlan(tiles.plans, self._search.left, files=self._files, why=why)
+        return [FeasiblePlan(plan, tiles.time_ratio * self._traced.seconds, tiles.peak.peak_bytes)]
 
 
 class LeastMemory:
-    """The plans that need least: the smallest tiles, and swaps of small tensors too, alone and on top of these.
+    """The plans that need least: the smallest tiles, in memory and in files, and swaps of small tensors too.
 
     Args:
         traced: The step.
@@ -340,6 +387,16 @@ class LeastMemory:
         plans = self._with_swaps(self._traced.plain, self._untiled, limit)
         return [plan for plan in plans if plan.plan.swaps is not None and self._untiled.has_room(plan.plan.swaps)]
 
+    @functools.cached_property
+    def in_files(self) -> TilesInFiles | None:
+        """Tile plans with results in files; `None` if no files may be written, or no tensor is large enough."""
+        traced, swap = self._traced, swaps_within(self._params)
+        if self._params.swap is False or not swap.page_cache or reason_without_files(swap.directory):
+            return None
+        files = FileBuffers(swap.directory, traced.batch)
+        results = (node.out(index) for node in traced.analysis.order for index in range(len(node.outputs)))
+        return TilesInFiles(traced, files) if any(map(files.holds, results)) else None
+
     def within(self, limit: int) -> Iterator[FeasiblePlan]:
         """Yield the plans that fit, so that the smallest budget that an error names can be met, and any above."""
         tiles = self._search.smallest
@@ -348,6 +405,8 @@ class LeastMemory:
             yield FeasiblePlan(BudgetPlan(tiles.plans, self._search.left), seconds, tiles.peak.peak_bytes)
         for candidate, swaps in self._swapped():
             yield from self._with_swaps(candidate, swaps, limit)
+        if self.in_files is not None:
+            yield from self.in_files.least_within(limit)
 
     def _with_swaps(self, candidate: Candidate, swaps: SwapSearch, limit: int) -> list[FeasiblePlan]:
         """Return the plan with tiles and swaps, if it fits."""
@@ -356,11 +415,13 @@ class LeastMemory:
             return []
         why = BOTH if candidate.plans else "swaps, because no tiles fit"
         seconds = swaps.seconds(tuned, candidate.time_ratio * self._traced.seconds)
-        return [FeasiblePlan(BudgetPlan(candidate.plans, self._search.left, tuned, why), seconds, limit)]
+        return [FeasiblePlan(BudgetPlan(candidate.plans, self._search.left, tuned, why=why), seconds, limit)]
 
     def smallest(self) -> Candidate:
-        """Return the plan with the lowest peak of tiles, of swaps, and of both; its time includes the swaps."""
+        """Return the plan with the lowest peak of tiles, of swaps, and of both; its time includes transfers."""
         smallest, original_seconds = self._search.smallest, self._traced.seconds
+        if self.in_files is not None and self.in_files.smallest.peak.peak_bytes < smallest.peak.peak_bytes:
+            smallest = self.in_files.smallest
         for candidate, swaps in self._swapped():
             if swaps.smallest is not None and swaps.smallest[1].peak_bytes < smallest.peak.peak_bytes:
                 count, peak = swaps.smallest

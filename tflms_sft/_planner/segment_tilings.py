@@ -121,7 +121,7 @@ class LoopEstimates:
             except NotTileableError:  # Such as more tiles than rows that can be carried.
                 return self._estimates.setdefault(key, UNTILEABLE)
             batch, costs = self.traced.batch, self.traced.costs
-            saved_bytes = sum(save.saved.num_bytes(batch) for save in loop.saves)
+            saved_bytes = sum(self.traced.resident_bytes(save.saved) for save in loop.saves)
 
             @functools.cache
             def times() -> tuple[float, float]:
@@ -287,13 +287,14 @@ class SegmentTilings:
         self._one_loop = segment.one_loop
         self._planner = planner_for(traced.analysis, segment, halo)
         self._grids = thinned(auto_grids(traced.analysis, segment, batch, halo is Halo.CARRY), GRID_GROWTH)
-        self._exit_bytes = sum(tensor.num_bytes(batch) for tensor in segment.exits)
-        gradients = (*map(loop_operand, segment.grad_entries), *segment.grad_exits, *segment.reductions)
-        self._gradient_bytes = sum(tensor.num_bytes(batch) for tensor in gradients)
+        self._exit_bytes = sum(map(traced.resident_bytes, segment.exits))
+        images = (*map(loop_operand, segment.grad_entries), *segment.grad_exits)
+        self._gradient_bytes = sum(map(traced.resident_bytes, images))
+        self._gradient_bytes += sum(tensor.num_bytes(batch) for tensor in segment.reductions)
         self._choices: dict[Grid, BlockChoice] = {}
         self._estimates = estimates
         self._candidates = candidates
-        sizes = (candidate.tensor.num_bytes(batch) for candidate in candidates)
+        sizes = (traced.resident_bytes(candidate.tensor) for candidate in candidates)
         self._checkpoint_bytes = list(itertools.accumulate(sizes, initial=0))
         short = len(segment.forward) + len(segment.backward) <= MAX_OPS_ALL_PLANNED
         self._stride = 1 if short else PLANNED_STRIDE
@@ -379,7 +380,7 @@ class SegmentTilings:
         if grid not in self._estimates:
             batch, costs = self._traced.batch, self._traced.costs
             coarsening, loops = self._loops(grid)
-            saved_bytes = sum(save.saved.num_bytes(batch) for loop in loops for save in loop.saves)
+            saved_bytes = sum(self._traced.resident_bytes(save.saved) for loop in loops for save in loop.saves)
             savings = [self._saving(costs, loops[-1], candidate) for candidate in self._candidates]
             least_savings = [self._saving(costs.lower_bound, loops[-1], candidate) for candidate in self._candidates]
             seconds, least = (sum_in_order(map(model.tile_loop, loops)) for model in (costs, costs.lower_bound))

@@ -29,7 +29,7 @@ from rewriters.swapping.swap_pass import (
 )
 from rewriters.swapping.tiers import DiskTier, HostSkeletonTier, HostTier
 from rewriters.swapping.transfer_schedule import LeadTimes, Timetable, concurrent_swap_outs, simulate
-from tflms_sft._machine.memory_info import free_memory
+from tflms_sft._machine.memory_info import exceeds_page_cache
 from tflms_sft._params.device_names import machine_of, remote_devices
 from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._planner.traced_step import TracedStep, op_times, predicted_peak
@@ -38,9 +38,6 @@ from tflms_sft._report.plan_records import PlannedSwap
 from tflms_sft._util.byte_sizes import format_bytes
 from tflms_sft._util.open_files import open_descriptors, open_file_limits
 from tflms_sft._util.text import nearest, shortened
-
-MAX_PAGE_CACHE_FRACTION = 0.5
-"""Fraction of the machine's free memory that the page cache may take before writes reach the disk."""
 
 SWAP_OUT_SLOWDOWN = 4.0
 """Time of a swap-out beside other ops, over the measured one, that predicted peaks allow for."""
@@ -326,12 +323,7 @@ def swapped_seconds(
 
 def _to_disk(params: SwapParams, out: int) -> bool:
     """Return whether `out` swapped bytes reach the disk itself, not its page cache alone."""
-    if is_host_tier(params):
-        return False
-    if not params.page_cache:
-        return True
-    free = free_memory()
-    return free is not None and out > free * MAX_PAGE_CACHE_FRACTION
+    return not is_host_tier(params) and (not params.page_cache or exceeds_page_cache(out))
 
 
 def out_seconds(traced: TracedStep, outs: Iterable[Node], params: SwapParams) -> dict[Node, float]:

@@ -56,7 +56,7 @@ class SwapSearch:
         self._plans = plans
         self._tier = make_tier(params)
         self._on_host = isinstance(self._tier, HostTier)
-        graph = tile_skeleton(traced.analysis, plans) if plans else traced.analysis.graph
+        graph = tile_skeleton(traced.analysis, plans, traced.files) if plans else traced.analysis.graph
         check_names(traced, graph, params)
         self._analysis = prepared(traced, graph, params)
         self._timing = SwapTiming(traced, plans, self._analysis, params)

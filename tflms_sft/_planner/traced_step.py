@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import gc
 import itertools
-from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rewriters.analysis.autodiff_roles import is_autodiff_name
@@ -15,6 +16,7 @@ from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize.canonicalize import CanonicalMode, read_canonical
 from rewriters.device.loop_lists import loop_iterations
 from rewriters.device.peak_memory import AllocationTrace, IterationTrace, Peak, graph_peak, graph_schedule
+from rewriters.emission.file_buffers import FileBuffers
 from rewriters.emission.loop_tensors import loop_input_tensors, loop_output_tensors
 from rewriters.emission.tile_pass import SegmentPlan, loop_nodes, tile_segments, tile_skeleton
 from rewriters.estimates.loop_memory import IterationModelCache
@@ -27,6 +29,7 @@ from rewriters.scheduling.updates_after_reads import RunUpdatesAfterReads
 from rewriters.tiling.ft_segments import SkippedOps
 from rewriters.tiling.segment import Segment
 from rewriters.tiling.tile_planner import TileLoop
+from tflms_sft._machine.memory_info import exceeds_page_cache
 from tflms_sft._report.peak_report import (
     FRAGMENTATION,
     NamedSizes,
@@ -81,6 +84,7 @@ class TracedStep:
         rates: Rates of the machine.
         correction: Measured over predicted memory of an earlier plan.
         in_used_process: Whether much other memory had been in use in the process before the earlier plan ran.
+        files: Rule that selects the results of tile loops that lie in files; `None` to hold all in memory.
         skeletons: Traces of skeletons, and names of their loops, by the reads and results of the loops.
         loop_memory: Memory estimates of planned tile loops.
         prepared: Analyses of its graph prepared for swaps: without copies by scopes, and with large ops in order by the
@@ -98,6 +102,7 @@ class TracedStep:
     rates: MachineRates = NOMINAL
     correction: float = 1.0
     in_used_process: bool = False
+    files: FileBuffers | None = None
     skeletons: dict[Hashable, tuple[AllocationTrace, dict[tuple[str, str], str]]] = dataclasses.field(
         init=False, default_factory=dict, repr=False
     )
@@ -119,6 +124,10 @@ class TracedStep:
     def held_bytes(self) -> int:
         """Bytes of all variables and arguments."""
         return self.fixed_bytes + sum(t.num_bytes(self.batch) for t in self.analysis.graph.inputs)
+
+    def resident_bytes(self, tensor: Tensor) -> int:
+        """Return the bytes in memory of an image that a loop writes: none if it lies in a file."""
+        return 0 if self.files is not None and self.files.holds(tensor) else tensor.num_bytes(self.batch)
 
     @functools.cached_property
     def costs(self) -> CostModel:
@@ -275,7 +284,7 @@ def _skeleton_trace(traced: TracedStep, plans: list[SegmentPlan]) -> tuple[Alloc
     if key not in skeletons:
         while len(skeletons) >= MAX_SKELETONS:
             del skeletons[next(iter(skeletons))]
-        graph = tile_skeleton(traced.analysis, plans) if plans else traced.analysis.graph
+        graph = tile_skeleton(traced.analysis, plans, traced.files) if plans else traced.analysis.graph
         loops = loop_nodes(graph)
         skeletons[key] = graph_schedule(graph, set(loops.values()), traced.batch, traced.variables), loops
     return skeletons[key]
@@ -292,11 +301,14 @@ def _borders(segment: Segment, tile_loop: TileLoop) -> Hashable:
 
 
 def seconds_of(traced: TracedStep, plans: list[SegmentPlan]) -> float:
-    """Return the time of the step with tile loops."""
+    """Return the time of the step with tile loops, transfers to and from files included."""
     costs = traced.costs
     tiled = costs.step({n for plan in plans for n in (*plan.segment.forward, *plan.segment.backward)})
     loops = [tile_loop for plan in plans for tile_loop in plan.loops]
-    return traced.seconds - tiled + sum_in_order(map(costs.tile_loop, loops))
+    seconds = traced.seconds - tiled + sum_in_order(map(costs.tile_loop, loops))
+    sizes = sizes_in_files(traced, plans)
+    written, read = sum(size for size, _ in sizes), sum(size * times for size, times in sizes)
+    return traced.rates.swapped(seconds, written, read, exceeds_page_cache(written)) if sizes else seconds
 
 
 def time_ratio(traced: TracedStep, plans: list[SegmentPlan]) -> float:
@@ -340,10 +352,18 @@ def bytes_beside_iterations(traced: TracedStep, plan: SegmentPlan, *, swapped: b
     ordered = len({node.device for tile_loop in plan.loops for node in tile_loop.body}) == 1
     sizes = [traced.held_bytes] * len(plan.loops)
     for (tensor, first), numbers in uses.items():
-        num_bytes = tensor.num_bytes(traced.batch)
+        num_bytes = traced.resident_bytes(tensor)
         for number in range(first, numbers[-1] + 1) if ordered and not swapped else numbers:
             sizes[number] += num_bytes
     return sizes
+
+
+def sizes_in_files(traced: TracedStep, plans: Iterable[SegmentPlan]) -> list[tuple[int, int]]:
+    """Return the bytes of each result of a loop that lies in a file, and the number of loops that read it."""
+    loops = [tile_loop for plan in plans for tile_loop in plan.loops]
+    written = [] if traced.files is None else [t for tile_loop in loops for t in traced.files.results(tile_loop)]
+    reads = collections.Counter(tensor for tile_loop in loops for tensor in tile_loop.reads)
+    return [(tensor.num_bytes(traced.batch), reads[tensor]) for tensor in written]
 
 
 def emit_and_describe(
@@ -358,7 +378,10 @@ def emit_and_describe(
         budget: Bytes, if the plan was made for a budget.
     """
     analysis = traced.analysis
-    graph = tile_segments(analysis, plans) if plans else run_pass(RunUpdatesAfterReads(()), analysis.graph).graph
+    if plans:
+        graph = tile_segments(analysis, plans, traced.files)
+    else:
+        graph = run_pass(RunUpdatesAfterReads(()), analysis.graph).graph
     names = display_names(analysis.graph, traced.record)
     # For a budget, predict as the search did: by a skeleton, and for every state of the device's memory.
     # Otherwise memory is assumed to be fresh.
@@ -367,7 +390,7 @@ def emit_and_describe(
     original = prediction(traced, [], analysis.graph, names, (original_peak, ratio))
     predicted = original
     if plans:
-        seen = tile_skeleton(analysis, plans) if budget else graph
+        seen = tile_skeleton(analysis, plans, traced.files) if budget else graph
         peak = predicted_peak(traced, plans, limit=limit, graph=seen)
         predicted = prediction(traced, plans, seen, names, (peak, time_ratio(traced, plans)))
     *parts, outside = shares(traced.costs, plans, traced.seconds)
@@ -452,7 +475,7 @@ def at_peak(traced: TracedStep, plans: list[SegmentPlan], peak: Peak) -> tuple[N
     Returns:
         The largest tensors, tensor lists excluded; the loops with the bytes of their lists; memory of running ops.
     """
-    graph = tile_skeleton(traced.analysis, plans) if plans else traced.analysis.graph
+    graph = tile_skeleton(traced.analysis, plans, traced.files) if plans else traced.analysis.graph
     shown = peak_names(traced)
     transient = transient_memory(shown, plans, graph, peak, traced.loop_memory, traced.batch)
     tensors = dataclasses.replace(peak, largest=tuple(item for item in peak.largest if item[0] not in graph.nodes))

@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from rewriters.emission.file_buffers import FileBuffers
 from rewriters.emission.tile_pass import SegmentPlan, plan_segment
 from rewriters.errors import NotTileableError
 from rewriters.ir.graph import Node, Tensor
@@ -61,6 +62,7 @@ def recipe_of(traced: TracedStep, choice: BudgetPlan, memory_budget: int) -> Rec
         "step": step_key(traced),
         "segments": [_segment_recipe(position, plan) for plan in choice.plans],
         "swaps": None if choice.swaps is None else dataclasses.asdict(choice.swaps),
+        "files": None if choice.files is None else choice.files.directory,
         "why": choice.why,
         "advice": choice.advice,
         "memory_budget": memory_budget,
@@ -102,7 +104,8 @@ def plan_from(traced: TracedStep, recipe: Recipe) -> BudgetPlan | None:
     swaps = None if recipe["swaps"] is None else SwapParams(**recipe["swaps"])
     has_barriers = bool(traced.analysis.backward) and barriers.present
     left = barriers.left if has_barriers else find_components(traced.analysis)[1]
-    return BudgetPlan(plans, left, swaps, recipe["why"], recipe["advice"])
+    files = None if recipe["files"] is None else FileBuffers(recipe["files"], traced.batch)
+    return BudgetPlan(plans, left, swaps, files, recipe["why"], recipe["advice"])
 
 
 def _grids(item: Recipe) -> list[Grid]:

@@ -193,6 +193,8 @@ def _unusable_plan(file: str | os.PathLike[str], is_read: bool) -> RewriteError:
 
 def _carry_out(traced: TracedStep, choice: BudgetPlan, budget: int | None) -> tuple[StepImporter, Plan]:
     """Emit the loops and swaps of a choice, and describe them in a plan."""
+    if choice.files is not None:
+        traced = dataclasses.replace(traced, files=choice.files)
     graph, plan = emit_and_describe(traced, choice.plans, choice.left, budget)
     plan = amend_plan(plan, choice.why, choice.advice)
     if choice.swaps is None:
