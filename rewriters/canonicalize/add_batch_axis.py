@@ -2,6 +2,7 @@
 
 An elementwise op broadcasts such a tensor over the batch, with or without that axis. With it the axes are those of
 images, so that tiles are cut from the tensor as from images. The gradient, a sum over the batch, becomes one image too.
+A mask of queries and keys gets an axis of heads first, in an earlier round of canonicalization.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ def add_batch_axis(graph: Graph, evaluate: StaticEvaluator) -> bool:
         if node.op in ELEMENTWISE:
             rank = len(node.out().shape or ())
             for position, tensor in enumerate(node.inputs):
-                if rank in IMAGE_RANKS and len(tensor.shape or ()) == rank - 1 and _is_image(tensor):
+                if rank in IMAGE_RANKS and 1 < len(tensor.shape or ()) < rank and _is_image(tensor):
                     if (tensor, node.device) not in images:
                         images[tensor, node.device] = _expand(graph, node, tensor)
                     node.inputs[position] = images[tensor, node.device]
         elif node.op in REDUCTIONS and not node.attrs["keep_dims"].b and not node.control_inputs:
             axes = evaluate.reduction_axes(node) or set()
+            if node.inputs[0].node.op == "BatchMatMulV2":  # The sum may become the gradient of a matrix.
+                continue
             if 0 in axes and len(node.inputs[0].shape or ()) in IMAGE_RANKS and _has_pixels(node.out()):
                 mapping[node.out()] = _reduce_to_image(graph, node, axes)
     graph.replace_tensors(mapping)

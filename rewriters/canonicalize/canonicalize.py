@@ -15,9 +15,10 @@
 7. Replaces the gradient of `Tile`, a sum over a reshape to (times, size, times, size, ...), by a sum over the tiled
    axes.
 8. Connects the frames of unrolled loops directly (`connect_frames.py`).
-9. For tiling, rewrites products of images and matrices (`image_products.py`), folds matrices of pixels into images
-   (`matrices_to_images.py`) and windows into images (`windows_to_images.py`), adds a batch axis to images without one
-   (`add_batch_axis.py`), and rewrites masks of attention (`masks.py`).
+9. For tiling, replaces gathers from a variable by gathers from its value, which have a rule. Rewrites products of
+   images and matrices (`image_products.py`), folds matrices of pixels into images (`matrices_to_images.py`) and windows
+   into images (`windows_to_images.py`), adds a batch axis to images without one (`add_batch_axis.py`), and rewrites
+   masks of attention (`masks.py`).
 10. Merges equal constants (`merge_constants.py`), unless the graph is compared with another trace of the step.
 """
 
@@ -146,6 +147,7 @@ class Canonicalization(GraphPass[PassResult]):
         again |= _sum_repetitions(graph, evaluate)
         again |= _connect_frames(graph, evaluate)
         if self.mode is CanonicalMode.TILING:
+            again |= _gather_from_values(graph)
             again |= image_products.rewrite_image_products(graph, evaluate)
             again |= matrices_to_images.fold_matrices_into_images(graph, evaluate)
             again |= windows_to_images.fold_windows_into_images(graph, evaluate)
@@ -240,6 +242,42 @@ def _changes_nothing(node: Node, source: Tensor, evaluate: StaticEvaluator) -> b
     if len(have) == len(target) and all(t == -1 or same(h, t) for h, t in zip(have, target, strict=True)):
         return node.op == "Reshape" or -1 not in target
     return False
+
+
+def _gather_from_values(graph: Graph) -> bool:
+    """Read a variable before rows of it are gathered, which copies nothing.
+
+    Returns:
+        Whether any op changed.
+    """
+    gathers = [node for node in graph.nodes.values() if node.op == "ResourceGather"]
+    consumers, replaced = graph.consumers() if gathers else {}, dict[Tensor, Tensor]()
+    for node in gathers:
+        handle, indices = node.inputs
+        shape = _variable_shape([reader for reader, _ in consumers[handle]])
+        if shape is None or ("batch_dims" in node.attrs and node.attrs["batch_dims"].i):
+            continue
+        dtype, _ = node.outputs[0]
+        value = graph.add_beside(node, "ReadVariableOp", [handle], {"dtype": type_attr(dtype)}, [(dtype, shape)])
+        value.control_inputs = list(node.control_inputs)
+        axis = int_constant(graph, f"{node.name}/axis", 0, tf.int32).out()
+        attrs = {"Tparams": type_attr(dtype), "Tindices": type_attr(indices.dtype), "Taxis": type_attr(tf.int32)}
+        attrs["batch_dims"] = tf.compat.v1.AttrValue(i=0)
+        rows = graph.add_beside(node, "GatherV2", [value.out(), indices, axis], attrs, node.outputs)
+        replaced[node.out()] = rows.out()
+    _bypass(graph, replaced)
+    read = {tensor.node for tensor in replaced}
+    graph.keep = [node for node in graph.keep if node not in read]
+    return bool(replaced)
+
+
+def _variable_shape(users: Iterable[Node]) -> Any:
+    """Return the shape of a variable from ops that read it as a whole or assign to it; `None` if it is not known."""
+    for node in users:
+        tensor = node.out() if node.op == "ReadVariableOp" else (*node.inputs, *node.inputs)[1]
+        if (node.op == "ReadVariableOp" or not node.outputs) and tensor.shape and None not in tensor.shape:
+            return tensor.shape
+    return None
 
 
 def _find_shapes_of_sums(graph: Graph, evaluate: StaticEvaluator) -> bool:

@@ -3,7 +3,8 @@
 import keras
 import numpy as np
 import pytest
-from equivalence import TOLERANCE, error, model_step
+import tensorflow as tf
+from equivalence import TOLERANCE, Step, error, model_step
 from keras import layers
 
 import tflms_sft
@@ -73,6 +74,17 @@ def biased(x):
     return keras.ops.einsum("bts,bsd->btd", keras.ops.softmax(scores), value)
 
 
+def masked_by_matrix(x):
+    """Hide later tokens by a matrix without axes of images and heads."""
+    query, key, value = (keras.ops.reshape(layers.Dense(WIDTH)(x), (-1, LENGTH, 2, WIDTH // 2)) for _ in range(3))
+    scores = keras.ops.einsum("bqhd,bkhd->bhqk", query, key)
+    positions = keras.ops.arange(LENGTH)
+    distances = keras.ops.cast(positions[:, None] - positions[None], scores.dtype)
+    scores = keras.ops.where(positions[:, None] >= positions[None], scores - 0.1 * distances, -1e9)
+    heads = keras.ops.einsum("bhqk,bkhd->bqhd", keras.ops.softmax(scores), value)
+    return layers.Dense(WIDTH)(keras.ops.reshape(heads, (-1, LENGTH, WIDTH)))
+
+
 def with_dropout(x):
     """Drop probabilities, and numbers of tokens."""
     return layers.Dropout(0.3, seed=2)(layers.MultiHeadAttention(2, 4, dropout=0.4, seed=1)(x, x))
@@ -111,6 +123,7 @@ ATTENTION = {
     "written out": written_out,
     "soft capped": soft_capped,
     "biased": biased,
+    "masked by matrix": masked_by_matrix,
 }
 
 
@@ -251,3 +264,39 @@ def test_half_precision_is_as_near_to_single_precision_as_the_original(policy):
     exact = results("causal")
     errors = [max(map(error, found, exact)) for found in (want, got)]
     assert 1e-4 < errors[1] < 1.5 * errors[0], errors
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
+def test_hand_written_steps_run_in_tiles(known):
+    """Rows are gathered from a variable, and scores of words are a product of matrices."""
+    keras.config.set_floatx("float64")
+    random = np.random.default_rng(0)
+    table, heads, scores = (tf.Variable(random.normal(size=size)) for size in ((20, 8), (8, 24), (8, 20)))
+    words = random.integers(20, size=(BATCH, LENGTH))
+
+    def step(words, targets):
+        with tf.GradientTape() as tape:
+            query, key, value = tf.split(tf.matmul(tf.gather(table, words), heads), 3, axis=-1)
+            weights = tf.nn.softmax(tf.matmul(query, key, transpose_b=True))
+            logits = tf.matmul(tf.matmul(weights, value), scores)
+            loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(targets, logits))
+        variables = [table, heads, scores]
+        for variable, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
+            variable.assign_sub(0.1 * tf.convert_to_tensor(gradient))
+        return loss
+
+    spec = tf.TensorSpec((BATCH if known else None, LENGTH), words.dtype)
+    function = tf.function(step, autograph=False)
+    traced = Step(function.get_concrete_function(spec, spec), [table, heads, scores], [(words, words)] * 2, function)
+    rewritten = tflms_sft.rewrite(traced.concrete_fn, tflms_sft.SFTParams(num_tiles=(1, 4)))
+    largest = rewritten.plan.predicted.largest[0][1]
+    assert largest < BATCH * LENGTH * 20 * 8  # Scores of all words and tokens.
+    want, got = traced.run(traced.concrete_fn), traced.run(rewritten.concrete_function)
+    assert max(error(got[name], want[name]) for name in want) < TOLERANCE
+
+
+def test_unknown_length_is_refused_with_a_budget():
+    function = attention_step(multi_head).function
+    spec = tf.TensorSpec((BATCH, None, WIDTH), tf.float64), tf.TensorSpec((BATCH, None), tf.int32)
+    with pytest.raises(tflms_sft.RewriteError, match=r"`data_0:0` is unknown: \(2, None, 8\).*each length has a plan"):
+        tflms_sft.rewrite(function, tflms_sft.AutoParams("1GiB"), *spec)

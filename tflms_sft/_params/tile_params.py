@@ -182,8 +182,9 @@ class AutoParams:
             on a CPU in the machine or container.
         headroom: Fraction of the budget that the prediction leaves free, from 0 to below 1. It covers the
             variation of the peak between runs: TensorFlow's executor runs ready ops in no fixed order.
-        swap (bool | LMSParams): Whether activations may be swapped to host memory or disk if tiles alone do not keep
-            the budget or cost much time. `LMSParams` select tensors and destination.
+        swap (bool | LMSParams): Whether activations may be swapped to host memory or disk, and large results of tile
+            loops may lie in files, if tiles alone do not keep the budget or cost much time. `LMSParams` select tensors
+            and destination.
         plan (str | os.PathLike[str] | None): File that `Plan.save` wrote for this step: its decisions are applied
             without a search. If `memory_budget` is `"auto"`, the budget is that of the file. A plan that needs more
             than the budget is refused. `None`: a search, or the plan that an earlier process found for an equal step,

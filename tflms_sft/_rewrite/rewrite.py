@@ -43,7 +43,7 @@ from tflms_sft._rewrite.plan_cache import cached_recipe, read_recipe, store_reci
 from tflms_sft._rewrite.plan_recipe import plan_from, recipe_of
 from tflms_sft._rewrite.rewritten_step import RewrittenStep
 from tflms_sft._trace.layer_names import LayerRecord, display_names
-from tflms_sft._trace.step_tracing import batch_of, trace_step
+from tflms_sft._trace.step_tracing import arguments_of, batch_of, trace_step
 from tflms_sft._util.byte_sizes import format_excess
 
 
@@ -239,6 +239,7 @@ def rewrite_concrete(
         traced.use_rates(machine_rates(_print_to_stderr) if request.has_budget else stored_rates())
         if request.has_budget:
             require_batch(traced, batch)
+            require_sizes(concrete_fn)
         importer, plan = rewrite_traced(traced, request)
         if tf_internals.must_compile(concrete_fn):
             plan = amend_plan(plan, "the step was compiled by XLA (`jit_compile`); the rewritten step runs without XLA")
@@ -264,3 +265,20 @@ def require_batch(traced: TracedStep, batch: int | None) -> None:
             "The batch size is unknown, and a budget needs one. Trace with a `tf.TensorSpec` that gives it, "
             "or pass example arguments of the largest batch."
         )
+
+
+def require_sizes(concrete_fn: Any) -> None:
+    """Refuse arguments of which another size than the batch size is unknown, such as the length of sequences.
+
+    The memory model would count 1 for it.
+
+    Raises:
+        RewriteError: With the argument and the remedy.
+    """
+    for tensor in arguments_of(concrete_fn):
+        shape = tensor.shape
+        if shape.rank and None in shape.as_list()[1:]:
+            raise RewriteError(
+                f"The size of argument `{tensor.name}` is unknown: {shape}. A budget needs all sizes but that of the "
+                "batch. Trace with a `tf.TensorSpec` that gives them; under `fit`, each length has a plan of its own."
+            )

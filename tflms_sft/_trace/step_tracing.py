@@ -66,13 +66,18 @@ def _create_eagerly(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
     return tf_internals.eager_variable(**kwargs)
 
 
+def arguments_of(concrete_fn: Any) -> list[Any]:
+    """Return the symbolic arguments of a traced function, without those that it captures."""
+    return list(concrete_fn.inputs[: len(concrete_fn.inputs) - len(concrete_fn.captured_inputs)])
+
+
 def check_image_sizes(concrete_fn: Any) -> None:
     """Refuse images of unknown height or width, because tiles need static sizes.
 
     Raises:
         RewriteError: With the argument and the remedy.
     """
-    for tensor in concrete_fn.inputs[: len(concrete_fn.inputs) - len(concrete_fn.captured_inputs)]:
+    for tensor in arguments_of(concrete_fn):
         shape = tensor.shape
         if shape.rank in (4, 5) and None in shape.as_list()[1:-1]:
             raise RewriteError(
