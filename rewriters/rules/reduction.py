@@ -141,13 +141,16 @@ class Reduce(SumOverImage):
         return self.axes(op) >= self._sides(op)
 
     def links(self, op: OpView) -> list[AxisMap]:
-        """Link the dimensions that remain."""
+        """Link the dimensions that remain; those of a sum over the batch only if it has pixels."""
         image, out = op.node.inputs[0], op.node.out()
         try:
             axes = self.axes(op)
         except NotTileableError:
             return []
-        if 0 in axes or image.shape is None or out.shape is None:
+        if image.shape is None or out.shape is None:
+            return []
+        has_pixels = op.node.attrs["keep_dims"].b and sum(size != 1 for size in out.shape) > 1
+        if 0 in axes and not has_pixels:
             return []
         left = [dim for dim in range(len(image.shape)) if op.node.attrs["keep_dims"].b or dim not in axes]
         return [AxisMap(image, out, {dim: new for new, dim in enumerate(left)})] if len(left) == len(out.shape) else []

@@ -85,6 +85,24 @@ def masked_by_matrix(x):
     return layers.Dense(WIDTH)(keras.ops.reshape(heads, (-1, LENGTH, WIDTH)))
 
 
+class ScoreBias(layers.Layer):
+    """Adds a learned number for each head, query and key."""
+
+    def build(self, shape):
+        self.bias = self.add_weight(shape=shape[1:], initializer="normal")
+
+    def call(self, scores):
+        return scores + self.bias
+
+
+def with_learned_bias(x):
+    """Add a learned matrix of queries and keys, whose gradient sums over the batch."""
+    query, key, value = (keras.ops.reshape(layers.Dense(WIDTH)(x), (-1, LENGTH, 2, WIDTH // 2)) for _ in range(3))
+    scores = ScoreBias()(keras.ops.einsum("bqhd,bkhd->bhqk", query, key))
+    heads = keras.ops.einsum("bhqk,bkhd->bqhd", keras.ops.softmax(scores), value)
+    return layers.Dense(WIDTH)(keras.ops.reshape(heads, (-1, LENGTH, WIDTH)))
+
+
 def with_dropout(x):
     """Drop probabilities, and numbers of tokens."""
     return layers.Dropout(0.3, seed=2)(layers.MultiHeadAttention(2, 4, dropout=0.4, seed=1)(x, x))
@@ -124,6 +142,7 @@ ATTENTION = {
     "soft capped": soft_capped,
     "biased": biased,
     "masked by matrix": masked_by_matrix,
+    "learned bias": with_learned_bias,
 }
 
 
@@ -300,3 +319,10 @@ def test_unknown_length_is_refused_with_a_budget():
     spec = tf.TensorSpec((BATCH, None, WIDTH), tf.float64), tf.TensorSpec((BATCH, None), tf.int32)
     with pytest.raises(tflms_sft.RewriteError, match=r"`data_0:0` is unknown: \(2, None, 8\).*each length has a plan"):
         tflms_sft.rewrite(function, tflms_sft.AutoParams("1GiB"), *spec)
+
+
+def test_gradient_of_a_learned_bias_is_summed_over_the_batch_in_the_loop():
+    step, batch = attention_step(with_learned_bias, batch=16), 16
+    plan = tflms_sft.rewrite(step.function, tflms_sft.SFTParams(num_tiles=(1, 13)), *step.specs).plan
+    scores_bytes = batch * 2 * LENGTH * LENGTH * 8
+    assert plan.predicted.largest[0][1] < scores_bytes
