@@ -12,11 +12,39 @@ from examples import slide
 
 Figures = dict[str, Any]
 
+CLASSES = 4
+
 
 def write(*, folder: str, size: int, emit: _child.Emit) -> None:
     """Write the slide of `examples.slide`, and its mask."""
     del emit
     slide.write_slide(Path(folder, "image"), Path(folder, "mask"), size)
+
+
+def _classifier(size: int) -> Any:
+    """Return a residual network with batch normalisation, for slides in files and a class of each."""
+    import keras
+    from keras import layers
+
+    import tflms_sft
+
+    def normalised(x: Any, filters: int, strides: int = 1) -> Any:
+        x = layers.Conv2D(filters, 3, strides, padding="same", use_bias=False)(x)
+        return layers.BatchNormalization()(x)
+
+    keras.utils.set_random_seed(0)
+    paths = keras.Input((), dtype="string")
+    image = tflms_sft.ImageReader("zarr", (size, size, 3), fill_missing_chunks=True)(paths)
+    x = layers.ReLU()(normalised(layers.Rescaling(1 / 255)(image), 16, 2))
+    for filters, strides in ((16, 1), (32, 2), (64, 2)):
+        y = normalised(layers.ReLU()(normalised(x, filters, strides)), filters)
+        shortcut = x if strides == 1 else layers.Conv2D(filters, 1, strides)(x)
+        x = layers.ReLU()(layers.Add()([shortcut, y]))
+    model = keras.Model(paths, layers.Dense(CLASSES)(layers.GlobalAveragePooling2D()(x)))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss, jit_compile=False)
+    model.optimizer.build(model.trainable_variables)
+    return model
 
 
 def _model(size: int, in_files: bool) -> Any:
@@ -41,28 +69,31 @@ def _model(size: int, in_files: bool) -> Any:
     return model
 
 
-def _step(size: int, folder: str, in_files: bool, budget: int) -> tuple[Any, list[Any]]:
-    """Return a rewritten step, and its arguments."""
+def _step(size: int, folder: str, in_files: bool, budget: int, classifies: bool = False) -> tuple[Any, list[Any]]:
+    """Return a rewritten step of the U-Net, or of the classifier, and its arguments."""
     import tensorflow as tf
     import zarr
 
     import tflms_sft
 
     paths = [str(Path(folder) / name) for name in ("image", "mask")]
-    model = _model(size, in_files)
+    model = _classifier(size) if classifies else _model(size, in_files)
     arguments = [tf.constant([path]) if in_files else tf.constant(zarr.open_array(path)[...][None]) for path in paths]
+    if classifies:
+        arguments[1] = tf.constant([1])
 
     @tf.function(input_signature=[tf.TensorSpec(t.shape, t.dtype) for t in arguments], autograph=False)
-    def step(image: Any, mask: Any) -> Any:
-        return model.train_step((image, mask))
+    def step(image: Any, target: Any) -> Any:
+        return model.train_step((image, target))
 
-    return tflms_sft.rewrite(step, tflms_sft.AutoParams(budget, swap=False)), arguments
+    swap = tflms_sft.LMSParams(tier="disk", spill_dir=folder) if classifies else False
+    return tflms_sft.rewrite(step, tflms_sft.AutoParams(budget, swap=swap)), arguments
 
 
-def memory(*, folder: str, size: int, budget: int, emit: _child.Emit) -> Figures:
+def memory(*, folder: str, size: int, budget: int, classifies: bool, emit: _child.Emit) -> Figures:
     """Run one step on an image in a file; return its memory beyond that of the process before the step."""
     del emit
-    step, arguments = _step(size, folder, True, budget)
+    step, arguments = _step(size, folder, True, budget, classifies)
     idle = _child.status_bytes("VmRSS")
     _child.reset_peak_rss()
     began = time.perf_counter()
@@ -74,6 +105,7 @@ def memory(*, folder: str, size: int, budget: int, emit: _child.Emit) -> Figures
         "headline": step.plan.headline(),
         "predicted_bytes": step.plan.predicted.peak_bytes,
         "original_bytes": step.plan.original.peak_bytes,
+        "file_bytes": step.plan.file_bytes,
         "tile_bytes": height * width * 4,
         "idle_bytes": idle,
         "rss_bytes": _child.status_bytes("VmHWM") - idle,

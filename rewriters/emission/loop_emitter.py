@@ -88,7 +88,7 @@ class LoopEmitter:
         *,
         tile_loop: TileLoop,
         outer: dict[Tensor, Any],
-        files: FileBuffers | None,
+        files: FileBuffers | None = None,
     ) -> None:
         self.analysis = analysis
         self.segment = segment

@@ -2,7 +2,8 @@
 
 The model of an iteration holds the body of the planned loop and the ops that the emission adds: slices of full-size
 tensors, cropped and padded operands, sums into full-size gradients. A tile at the border is padded and a tile inside is
-larger, so that each tile has its own sizes.
+larger, so that each tile has its own sizes. Of tensors in files, the pages that an iteration reads or writes stay in
+memory until it ends.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from rewriters.device.peak_memory import (
     with_delayed_frees,
     worst_kernel,
 )
+from rewriters.emission.file_buffers import FileBuffers
 from rewriters.emission.loop_tensors import repeated_number
 from rewriters.ir.graph import PER_PIXEL, Node, Tensor
 from rewriters.ir.region_reads import NUM_BUFFERED_REGIONS, is_region_read
@@ -49,17 +51,17 @@ Tile = tuple[int, ...]
 """Index of a tile along each spatial axis."""
 
 
-def loop_iterations(tile_loop: TileLoop, batch: int) -> list[IterationTrace]:
+def loop_iterations(tile_loop: TileLoop, batch: int, files: FileBuffers | None = None) -> list[IterationTrace]:
     """Return traces of iterations that together meet every border of the image, in the order of the loop."""
-    model = IterationModel(tile_loop)
+    model = IterationModel(tile_loop, files)
     marks = [sorted({0, count // 2, count - 1}) for count in tile_loop.grid.spatial]
     traces = (model.events(tile, batch) for tile in itertools.product(*marks))
     return [IterationTrace(events, with_delayed_frees(events)) for events in traces]
 
 
-def iteration_peak_bytes(tile_loop: TileLoop, batch: int) -> int:
+def iteration_peak_bytes(tile_loop: TileLoop, batch: int, files: FileBuffers | None = None) -> int:
     """Return the peak of one iteration in bytes, without the buffers and the full-size operands of the loop."""
-    model = IterationModel(tile_loop)
+    model = IterationModel(tile_loop, files)
     tiles = {tuple(0 for _ in tile_loop.grid.spatial), tuple(count // 2 for count in tile_loop.grid.spatial)}
     return max(peak_bytes_of(model.events(tile, batch), ExactAllocator()) for tile in tiles)
 
@@ -79,9 +81,13 @@ class IterationModelCache:
     """Memory estimates of tile loops, computed once for each loop or, where loops are bound together, each program.
 
     An entry lives as long as its loop. The models themselves are not cached: a search plans hundreds of loops.
+
+    Args:
+        files: Rule that selects the tensors in files; `None` if all are in memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, files: FileBuffers | None = None) -> None:
+        self._files = files
         self._results = weakref.WeakKeyDictionary[TileLoop, Results]()
 
     def bind(self, tile_loop: TileLoop, results: Results) -> None:
@@ -96,15 +102,19 @@ class IterationModelCache:
         """Return `iteration_peak_bytes`."""
         return self._cached(iteration_peak_bytes, tile_loop, batch)
 
-    def _cached(self, function: Callable[[TileLoop, int], R], tile_loop: TileLoop, batch: int) -> R:
+    def _cached(self, function: Callable[[TileLoop, int, FileBuffers | None], R], tile_loop: TileLoop, batch: int) -> R:
         results, key = self._results.setdefault(tile_loop, {}), (function.__name__, batch)
         if key not in results:
-            results[key] = function(tile_loop, batch)
+            results[key] = function(tile_loop, batch, self._files)
         return results[key]
 
 
 class IterationModel:
     """Ops of an iteration, as stand-in nodes with the rows of their results for every tile.
+
+    Args:
+        tile_loop: The loop.
+        files: Rule that selects the tensors in files; `None` if all are in memory.
 
     Attributes:
         order: Stand-in nodes in the order in which they run.
@@ -112,8 +122,9 @@ class IterationModel:
         ends: Stand-ins of the tensors that live until the iteration ends.
     """
 
-    def __init__(self, tile_loop: TileLoop) -> None:
+    def __init__(self, tile_loop: TileLoop, files: FileBuffers | None = None) -> None:
         self.tile_loop = tile_loop
+        self._files = files
         self.order: list[Node] = []
         self.originals: list[Node] = []
         self.ends: list[Tensor] = []
@@ -140,6 +151,7 @@ class IterationModel:
             self.ends.append(
                 self._crop_and_pad(self._value(tensor), tile_loop.regions[tensor], tile_loop.cells[tensor])
             )
+            self._add_pages(tensor, tile_loop.cells[tensor])
         for tensor in tile_loop.accumulates:
             self.ends.append(self._accumulated(tensor))
         for pair in tile_loop.moments:
@@ -241,10 +253,16 @@ class IterationModel:
             )
             self.ends += ahead
             return value
+        self._add_pages(tensor, region)
         is_full = all(np.all(i.size == extent) for i, extent in zip(region, layout.extents(tensor), strict=True))
         is_argument = is_full and self.tile_loop.grid.batch == 1 and repeated_number(tensor) is None
         op = "Placeholder" if is_argument else "StridedSlice"
         return self._helper(op, tensor, (), (i.size for i in region))
+
+    def _add_pages(self, tensor: Tensor, region: Region) -> None:
+        """Append the pages of a region if the tensor lies in a file."""
+        if self._files is not None and self._files.holds(tensor):
+            self.ends.append(self._helper("Pages", tensor, (), (i.size for i in region)))
 
     def _add_op(self, node: Node) -> None:
         plan = self.tile_loop.plans[node]

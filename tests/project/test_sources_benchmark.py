@@ -16,12 +16,17 @@ def measured(monkeypatch):
             "predicted_bytes": 148 * sources.MIB,
             "original_bytes": 26 * sources.GIB,
             "tile_bytes": sources.MIB,
-            "rss_bytes": sources.BUDGET + 2 * sources.MIB,
+            "rss_bytes": 2 * sources.MIB,
             "seconds": 60.0,
         },
         "times": {"losses": {"memory": [1.0, 0.9], "file": [1.0, 0.9]}, "ratio": 1.1, "seconds": {}},
     }
-    monkeypatch.setattr(_child, "call_in_child", lambda target, kwargs, env: figures[target.partition(":")[2]])
+
+    def call(target, kwargs, env):
+        result = figures[target.partition(":")[2]]
+        return {**result, "rss_bytes": result["rss_bytes"] + kwargs["budget"]} if target.endswith("memory") else result
+
+    monkeypatch.setattr(_child, "call_in_child", call)
     return figures
 
 
@@ -53,5 +58,11 @@ def test_steps_in_files_and_in_memory_have_equal_losses(tmp_path, monkeypatch):
     figures = _source_steps.times(folder=str(tmp_path), size=160, budget=16 * 2**20, runs=1, emit=print)
     assert figures["losses"]["memory"] == pytest.approx(figures["losses"]["file"], rel=1e-5)
     assert "tiles" in figures["headlines"]["file"]
-    memory = _source_steps.memory(folder=str(tmp_path), size=160, budget=16 * 2**20, emit=print)
+    memory = _source_steps.memory(folder=str(tmp_path), size=160, budget=16 * 2**20, classifies=False, emit=print)
     assert memory["loss"] == pytest.approx(figures["losses"]["file"][0], rel=1e-5)
+
+
+def test_tensors_of_the_classifier_lie_in_files(tmp_path):
+    _source_steps.write(folder=str(tmp_path), size=1024, emit=print)
+    figures = _source_steps.memory(folder=str(tmp_path), size=1024, budget=24 * 2**20, classifies=True, emit=print)
+    assert figures["file_bytes"] > 24 * 2**20 and figures["predicted_bytes"] < 24 * 2**20

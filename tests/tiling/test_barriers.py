@@ -446,7 +446,7 @@ def test_assign_levels_refused_ops_have_reasons_and_run_untiled():
 class FakeIteration:
     """A fake loop whose iterations are the parts of an array."""
 
-    batch = 1
+    batch, files, in_files = 1, None, frozenset()
 
     def __init__(self, part):
         self.part = part

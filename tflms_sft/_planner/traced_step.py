@@ -106,8 +106,11 @@ class TracedStep:
     skeletons: dict[Hashable, tuple[AllocationTrace, dict[tuple[str, str], str]]] = dataclasses.field(
         init=False, default_factory=dict, repr=False
     )
-    loop_memory: IterationModelCache = dataclasses.field(init=False, default_factory=IterationModelCache, repr=False)
+    loop_memory: IterationModelCache = dataclasses.field(init=False, repr=False)
     prepared: dict[Hashable, GraphAnalysis] = dataclasses.field(init=False, default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        self.loop_memory = IterationModelCache(self.files)
 
     def use_rates(self, rates: MachineRates) -> None:
         """Set the rates of the machine, and drop the cached times that depend on them."""
@@ -408,6 +411,7 @@ def emit_and_describe(
         original=original,
         predicted=predicted,
         memory_budget=budget,
+        file_bytes=sum(size for size, _ in sizes_in_files(traced, plans)),
         notes=(*_loop_note(traced, original_peak), *_notes(traced)),
     )
     return graph, plan

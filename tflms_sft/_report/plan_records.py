@@ -160,6 +160,7 @@ class PlanRecord:
     swaps: tuple[PlannedSwap, ...] = ()
     swap_tier: str = ""
     not_swapped: tuple[tuple[str, str], ...] = ()
+    file_bytes: int = 0
     rest_waiting_bytes: tuple[int, int] = (0, 0)
     rest_time_share: tuple[float, float] = (0.0, 0.0)
     pipeline: PlannedPipeline | None = None
