@@ -93,7 +93,7 @@ def _step(size: int, folder: str, in_files: bool, budget: int, classifies: bool 
 def memory(*, folder: str, size: int, budget: int, classifies: bool, emit: _child.Emit) -> Figures:
     """Run a step on an image in a file; return its memory beyond that of the process before the step.
 
-    Of the classifier it is the second step. TensorFlow keeps some 75 MiB after the first one, whatever the image's size.
+    Of the classifier it is the second step: after the first one TensorFlow keeps some 75 MiB for images of any size.
     """
     del emit
     step, arguments = _step(size, folder, True, budget, classifies)

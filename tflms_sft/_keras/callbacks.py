@@ -31,8 +31,8 @@ class MemoryBudget(RewritingCallback):
             share the budget.
         headroom: Fraction of the budget that the prediction leaves free, from 0 to below 1. Raise it if the measured
             peak of the first step exceeds the budget; lower it if predictions are accurate for your network.
-        swap: Whether activations may be swapped to host memory or disk if tiles alone do not keep the budget or cost
-            much time. `LMSParams` select tensors and destination.
+        swap: Whether activations may be swapped to host memory or disk, and large results of tile loops may lie in
+            files, if tiles alone do not keep the budget or cost much time. `LMSParams` select tensors and destination.
         plan: File that `Plan.save` wrote for this training; see `AutoParams`. Evaluation and prediction have plans of
             their own.
         batch_shape: `(batch, height, width, channels)` of the largest batch, of volumes `(batch, depth, height, width,
