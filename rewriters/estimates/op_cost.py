@@ -114,6 +114,18 @@ class MachineRates:
         disk = out / self.disk_write + back / self.disk_read if to_disk else 0.0
         return max(seconds, copying, disk) if self.overlapped else max(seconds, disk) + copying
 
+    def with_files(self, seconds: float, written: int, read: int, to_disk: bool) -> float:
+        """Return the seconds of a step whose loops write and read files.
+
+        Args:
+            seconds: Seconds of the step if its tensors were in memory.
+            written: Bytes that loops write. The disk writes them concurrently with the step.
+            read: Bytes that loops read. An iteration waits for them.
+            to_disk: As for `swapped`.
+        """
+        waiting = read / self.disk_read if to_disk else 0.0
+        return self.swapped(seconds, written, 0, to_disk) + read / self.copied + waiting
+
 
 NOMINAL = MachineRates(flops={_ANY: 1e11}, touched={_ANY: 1.25e10}, weights=2.5e9)
 """Rates of a machine of the 2020s, within a factor of two: 8 flops take as long as moving a byte.

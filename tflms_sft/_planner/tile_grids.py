@@ -41,12 +41,18 @@ def loop_grids(analysis: GraphAnalysis, tensors: Sequence[Tensor], batch: int, r
     """Return grids to try for a loop that splits these tensors, each with more tiles than the one before.
 
     The batch is split first, which costs no halo; then the first axis, as a strip of full width is one piece of memory.
+    Of thin strips of a large image most rows would be halos: then the longest side of a tile is split.
     """
     limits = [min(rows) for rows in zip(*known_extents(analysis, tensors), strict=True)]
+    counts = [_counts(rows) for rows in (_first_axis_only(limits) if rows_only else limits)]
+    first, indices = first_axis(limits), [0] * len(limits)
     grids = [Grid(images, (1,) * len(limits)) for images in _counts(batch)]
-    for axis, rows in enumerate(_first_axis_only(limits) if rows_only else limits):
-        unsplit = (1,) * (len(limits) - axis - 1)
-        grids += [Grid(batch, (*limits[:axis], count, *unsplit)) for count in _counts(rows)[1:]]
+    while open_axes := [axis for axis, steps in enumerate(counts) if indices[axis] + 1 < len(steps)]:
+        axis = max(open_axes, key=lambda axis: (limits[axis] / counts[axis][indices[axis]], -axis))
+        if first in open_axes and counts[first][indices[first] + 1] <= AUTO_TILES[-1]:
+            axis = first
+        indices[axis] += 1
+        grids.append(Grid(batch, tuple(steps[index] for steps, index in zip(counts, indices, strict=True))))
     return grids
 
 

@@ -311,7 +311,7 @@ def seconds_of(traced: TracedStep, plans: list[SegmentPlan]) -> float:
     seconds = traced.seconds - tiled + sum_in_order(map(costs.tile_loop, loops))
     sizes = sizes_in_files(traced, plans)
     written, read = sum(size for size, _ in sizes), sum(size * times for size, times in sizes)
-    return traced.rates.swapped(seconds, written, read, exceeds_page_cache(written)) if sizes else seconds
+    return traced.rates.with_files(seconds, written, read, exceeds_page_cache(written)) if sizes else seconds
 
 
 def time_ratio(traced: TracedStep, plans: list[SegmentPlan]) -> float:
