@@ -272,11 +272,18 @@ def _gather_from_values(graph: Graph) -> bool:
 
 
 def _variable_shape(users: Iterable[Node]) -> Any:
-    """Return the shape of a variable from ops that read it as a whole or assign to it; `None` if it is not known."""
+    """Return the shape of a variable from ops that read it as a whole or assign to it; `None` if it is not known.
+
+    An op that updates some rows has their indices as a third operand.
+    """
     for node in users:
-        tensor = node.out() if node.op == "ReadVariableOp" else (*node.inputs, *node.inputs)[1]
-        if (node.op == "ReadVariableOp" or not node.outputs) and tensor.shape and None not in tensor.shape:
-            return tensor.shape
+        value = None
+        if node.op == "ReadVariableOp":
+            value = node.out()
+        elif len(node.inputs) == 2 and not node.outputs:
+            value = node.inputs[1]
+        if value is not None and value.shape and None not in value.shape:
+            return value.shape
     return None
 
 

@@ -326,3 +326,28 @@ def test_gradient_of_a_learned_bias_is_summed_over_the_batch_in_the_loop():
     plan = tflms_sft.rewrite(step.function, tflms_sft.SFTParams(num_tiles=(1, 13)), *step.specs).plan
     scores_bytes = batch * 2 * LENGTH * LENGTH * 8
     assert plan.predicted.largest[0][1] < scores_bytes
+
+
+def test_rows_of_a_variable_are_gathered_and_updated():
+    """An update of rows has the shape of their indices, and not that of the variable."""
+    keras.config.set_floatx("float64")
+    random = np.random.default_rng(0)
+    table, heads = tf.Variable(random.normal(size=(20, 8))), tf.Variable(random.normal(size=(8, 8)))
+    words = random.integers(20, size=(BATCH, LENGTH))
+
+    def step(words):
+        with tf.GradientTape() as tape:
+            rows = tf.gather(table, words)
+            query = tf.matmul(rows, heads)
+            loss = tf.reduce_mean(tf.square(tf.matmul(tf.nn.softmax(tf.matmul(query, rows, transpose_b=True)), rows)))
+        gradients = tape.gradient(loss, [table, heads])
+        table.scatter_sub(tf.IndexedSlices(0.1 * gradients[0].values, gradients[0].indices))
+        heads.assign_sub(0.1 * gradients[1])
+        return loss
+
+    function = tf.function(step, autograph=False)
+    spec = tf.TensorSpec((None, LENGTH), words.dtype)
+    traced = Step(function.get_concrete_function(spec), [table, heads], [(words,)] * 2, function)
+    rewritten = tflms_sft.rewrite(traced.concrete_fn, tflms_sft.SFTParams(num_tiles=(1, 4)))
+    want, got = traced.run(traced.concrete_fn), traced.run(rewritten.concrete_function)
+    assert max(error(got[name], want[name]) for name in want) < TOLERANCE

@@ -5,8 +5,8 @@ all take more than `MAX_TIME_RATIO_ALONE` times as long as the original step, mo
 results in files, swaps of small tensors too, and tiles together with swaps. If nothing fits, the plan that needs least
 is tried.
 
-With a larger budget no candidate gets slower, and so neither does the fastest of them. No plan counts as faster than
-the original step.
+With a larger budget no candidate gets slower, and so neither does the fastest of them, up to the kinds of plan that are
+considered beyond `MAX_TIME_RATIO_ALONE` alone. No plan counts as faster than the original step.
 """
 
 from __future__ import annotations
@@ -332,12 +332,12 @@ class TilesInFiles:
 
     def least_within(self, limit: int) -> list[FeasiblePlan]:
         """Return the plan with the lowest peak, if it fits and the disk has room for its files."""
-        return self._feasible(self.smallest) if self.smallest.peak.peak_bytes <= limit else []
+        smallest = self._search.smallest
+        return self._feasible(smallest) if smallest.peak.peak_bytes <= limit else []
 
-    @property
-    def smallest(self) -> Candidate:
-        """Plan with the lowest peak found."""
-        return self._search.smallest
+    def smaller_than(self, other: Candidate) -> Candidate:
+        """Return the plan with the lowest peak if it is below that of another plan and has room; else the other."""
+        return self._search.smallest if self.least_within(other.peak.peak_bytes - 1) else other
 
     def _feasible(self, tiles: Candidate) -> list[FeasiblePlan]:
         sizes = sizes_in_files(self._traced, tiles.plans)
@@ -420,8 +420,8 @@ class LeastMemory:
     def smallest(self) -> Candidate:
         """Return the plan with the lowest peak of tiles, of swaps, and of both; its time includes transfers."""
         smallest, original_seconds = self._search.smallest, self._traced.seconds
-        if self.in_files is not None and self.in_files.smallest.peak.peak_bytes < smallest.peak.peak_bytes:
-            smallest = self.in_files.smallest
+        if self.in_files is not None:
+            smallest = self.in_files.smaller_than(smallest)
         for candidate, swaps in self._swapped():
             if swaps.smallest is not None and swaps.smallest[1].peak_bytes < smallest.peak.peak_bytes:
                 count, peak = swaps.smallest
