@@ -346,7 +346,7 @@ def test_rows_of_a_variable_are_gathered_and_updated():
         return loss
 
     function = tf.function(step, autograph=False)
-    spec = tf.TensorSpec((None, LENGTH), words.dtype)
+    spec = tf.TensorSpec((BATCH, LENGTH), words.dtype)
     traced = Step(function.get_concrete_function(spec), [table, heads], [(words,)] * 2, function)
     rewritten = tflms_sft.rewrite(traced.concrete_fn, tflms_sft.SFTParams(num_tiles=(1, 4)))
     want, got = traced.run(traced.concrete_fn), traced.run(rewritten.concrete_function)

@@ -96,8 +96,7 @@ def in_files(monkeypatch, tmp_path):
 
     def analysed(*arguments):
         traced = analyse_step(*arguments)
-        traced.files = FileBuffers(str(tmp_path), traced.batch)
-        return traced
+        return dataclasses.replace(traced, files=FileBuffers(str(tmp_path), traced.batch))
 
     monkeypatch.setattr(rewrite, "analyse_step", analysed)
     return shapes
@@ -124,6 +123,29 @@ def test_steps_with_results_in_files_equal_the_original(in_files, tmp_path, name
     assert {name: value for name, value in errors.items() if not value <= TOLERANCE} == {}
     assert len(in_files) >= 2
     assert_no_files(tmp_path)
+
+
+def test_iteration_counts_the_pages_of_files(in_files, monkeypatch):
+    step, params = keras_step(residual, (20, 16)), tflms_sft.SFTParams((3, 2))
+    ((forward, _),) = [s.tile_bytes for s in tflms_sft.rewrite(step.function, params, *step.specs).plan.segments]
+    monkeypatch.setattr(FileBuffers, "holds", lambda *_: False)
+    ((in_memory, _),) = [s.tile_bytes for s in tflms_sft.rewrite(step.function, params, *step.specs).plan.segments]
+    assert forward > in_memory
+
+
+def resident_file_bytes():
+    with open("/proc/self/status", encoding="ascii") as lines:
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssFile"))
+
+
+def test_returned_pages_keep_their_contents(tmp_path):
+    array = file_buffers._mapped_zeros(str(tmp_path), (64, 2**17), np.dtype("float32"))
+    before = resident_file_bytes()
+    array[...] = 3
+    assert resident_file_bytes() - before > array.nbytes / 2
+    file_buffers._return_pages()
+    assert resident_file_bytes() - before < array.nbytes / 2
+    assert array.min() == array.max() == 3
 
 
 def test_half_precision_equals_tiles_in_memory(in_files, tmp_path, monkeypatch):

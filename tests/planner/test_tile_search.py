@@ -24,6 +24,7 @@ from rewriters.tiling import ft_segments
 from rewriters.tiling.ft_segments import find_components
 from rewriters.tiling.tile_planner import Grid, Halo, TileLoop
 from tflms_sft import AutoParams
+from tflms_sft._planner import tile_grids
 from tflms_sft._planner.barrier_search import Barriers
 from tflms_sft._planner.block_search import fastest_path
 from tflms_sft._planner.inference_blocks import InferenceBlocks, LiveTensors
@@ -352,3 +353,11 @@ def test_only_the_last_blocks_of_a_step_without_gradients_sum_their_results():
                 summed[first, last] = any(tiling._segment.final for tiling in options.tilings)
     assert summed[0, end]
     assert not any(is_summed for (_, last), is_summed in summed.items() if last < end)
+
+
+def test_thin_strips_of_a_large_image_are_split_along_their_longest_side(monkeypatch):
+    monkeypatch.setattr(tile_grids, "known_extents", lambda *_: [(512, 2048)])
+    grids = [grid.spatial for grid in tile_grids.loop_grids(None, [], batch=1)]
+    assert (64, 1) in grids and (96, 1) not in grids and grids[-1] == (512, 2048)
+    strips = [grid.spatial for grid in tile_grids.loop_grids(None, [], batch=1, rows_only=True)]
+    assert (96, 1) in strips and strips[-1] == (512, 1)
