@@ -274,7 +274,9 @@ class MergedMoments:
         shape = tf.shape(image)
         # On a GPU, `Prod` would compute it in the memory of the GPU, the products of scalars on the host.
         tile_count = tf.cast(functools.reduce(operator.mul, [shape[axis] for axis in axes]), count.dtype)
-        tile_mean = tf.reduce_mean(image, axes, keepdims=True)
+        # An op that still has to read the image's shape would keep the differences from overwriting the image.
+        with tf.control_dependencies([shape]):
+            tile_mean = tf.reduce_mean(image, axes, keepdims=True)
         differences = tf.math.squared_difference(image, tile_mean)
         if self._alone:
             variance = tf.reduce_mean(differences, axes, keepdims=True)

@@ -492,6 +492,28 @@ def test_merged_moments_uneven_tiles_have_no_cancellation():
 # Broken on purpose ------------------------------------------------------------------------------------------
 
 
+def ancestors(op):
+    """Return the ops that an op waits for, directly or through others."""
+    found, stack = set(), [op]
+    while stack:
+        one = stack.pop()
+        new = {t.op for t in one.inputs} | set(one.control_inputs)
+        stack += new - found
+        found |= new
+    return found
+
+
+def test_merged_moments_differences_wait_for_all_readers_of_the_image():
+    # TensorFlow overwrites the image with the differences only if no other op holds it.
+    with tf.Graph().as_default() as graph:
+        image, mean, variance = (tf.compat.v1.placeholder("float32", [None, None, None, 3]) for _ in range(3))
+        merged = loop_outputs.MergedMoments(pair(graph, [image, mean, variance]), (), alone=False)
+        merged.update(FakeIteration(image), [tf.zeros([]), tf.zeros([1, 1, 1, 3]), tf.zeros([1, 1, 1, 3])])
+    (differences,) = (op for op in graph.get_operations() if op.type == "SquaredDifference")
+    readers = {op for op in image.consumers() if op is not differences}
+    assert {op.type for op in readers} == {"Mean", "Shape"} and readers <= ancestors(differences)
+
+
 def no_waiting(self, producer, sort, level):
     return level[producer]
 
