@@ -17,14 +17,18 @@ def measured(monkeypatch):
             "original_bytes": 26 * sources.GIB,
             "tile_bytes": sources.MIB,
             "rss_bytes": 2 * sources.MIB,
-            "seconds": 60.0,
+            "seconds per large pixel": 1.1e-6,
         },
         "times": {"losses": {"memory": [1.0, 0.9], "file": [1.0, 0.9]}, "ratio": 1.1, "seconds": {}},
     }
 
     def call(target, kwargs, env):
         result = figures[target.partition(":")[2]]
-        return {**result, "rss_bytes": result["rss_bytes"] + kwargs["budget"]} if target.endswith("memory") else result
+        if not target.endswith("memory"):
+            return result
+        budget, pixels = kwargs["budget"], kwargs["size"] ** 2
+        seconds = (1e-6 if pixels < 10_000**2 else result["seconds per large pixel"]) * pixels
+        return {**result, "budget": budget, "rss_bytes": result["rss_bytes"] + budget, "seconds": seconds}
 
     monkeypatch.setattr(_child, "call_in_child", call)
     return figures
@@ -43,9 +47,12 @@ def test_lines_pass_and_are_stored(measured, tmp_path, capsys):
 
 
 def test_lines_fail(measured, tmp_path):
+    results = ["--folder", str(tmp_path), "--results", str(tmp_path / "results.json")]
+    measured["memory"]["seconds per large pixel"] = 1.11e-6
+    assert sources.main(["--lines", "vgg16 2048", "vgg16 4096", "vgg16 20480", *results]) == 0
+    assert sources.main(["--lines", "vgg16 10240", *results]) == 1
     measured["memory"]["rss_bytes"] += 1
     measured["times"]["ratio"] = 1.11
-    results = ["--folder", str(tmp_path), "--results", str(tmp_path / "results.json")]
     assert sources.main(["--lines", "4GB", *results]) == 1
     assert sources.main(["--lines", "time", *results]) == 1
     measured["times"] |= {"ratio": 1.0, "losses": {"memory": [1.0], "file": [1.001]}}
@@ -58,11 +65,17 @@ def test_steps_in_files_and_in_memory_have_equal_losses(tmp_path, monkeypatch):
     figures = _source_steps.times(folder=str(tmp_path), size=160, budget=16 * 2**20, runs=1, emit=print)
     assert figures["losses"]["memory"] == pytest.approx(figures["losses"]["file"], rel=1e-5)
     assert "tiles" in figures["headlines"]["file"]
-    memory = _source_steps.memory(folder=str(tmp_path), size=160, budget=16 * 2**20, classifies=False, emit=print)
+    memory = _source_steps.memory(folder=str(tmp_path), size=160, budget=16 * 2**20, net="unet", emit=print)
     assert memory["loss"] == pytest.approx(figures["losses"]["file"][0], rel=1e-5)
 
 
 def test_tensors_of_the_classifier_lie_in_files(tmp_path):
     _source_steps.write(folder=str(tmp_path), size=1024, emit=print)
-    figures = _source_steps.memory(folder=str(tmp_path), size=1024, budget=24 * 2**20, classifies=True, emit=print)
+    figures = _source_steps.memory(folder=str(tmp_path), size=1024, budget=24 * 2**20, net="residual", emit=print)
     assert figures["file_bytes"] > 24 * 2**20 and figures["predicted_bytes"] < 24 * 2**20
+
+
+def test_vgg16_has_at_most_a_quarter_of_the_original_memory(tmp_path):
+    _source_steps.write(folder=str(tmp_path), size=512, emit=print)
+    figures = _source_steps.memory(folder=str(tmp_path), size=512, budget=2**40, net="vgg16", emit=print)
+    assert figures["predicted_bytes"] <= figures["budget"] == figures["original_bytes"] // 4
