@@ -1,5 +1,6 @@
 """A read that fails changes no variable and leaves no thread; regions are read ahead, two in memory at most."""
 
+import errno
 import threading
 
 import keras
@@ -24,16 +25,19 @@ class Failing(formats.ArraySource):
     Attributes:
         reads: Number of reads so far.
         fails_at: Number of the read that fails.
+        is_short: Whether it returns too few rows; otherwise it raises an error.
     """
 
     reads = 0
     fails_at = -1
+    is_short = False
 
     def __getitem__(self, region):
         type(self).reads += 1
-        if type(self).reads == self.fails_at:
-            raise OSError(5, "Input/output error")
-        return super().__getitem__(region)
+        fails = type(self).reads == self.fails_at
+        if fails and not self.is_short:
+            raise OSError(errno.EIO, "Input/output error")
+        return super().__getitem__(region)[: -1 if fails else None]
 
 
 @pytest.fixture
@@ -67,19 +71,21 @@ def assert_same(before, after):
         np.testing.assert_array_equal(after[path], value, err_msg=path)
 
 
+@pytest.mark.parametrize("is_short", [False, True])
 @pytest.mark.parametrize("stride", [5, 1])
-def test_any_read_that_fails_changes_no_variable(failing, stride):
+def test_any_read_that_fails_changes_no_variable(failing, stride, is_short):
     images, masks = pixels(0, *SHAPE), pixels(1, *SHAPE[:2], 1) % 2
     arrays = {"image": images, "mask": masks}
     open_image = lambda path: failing(arrays[path])  # noqa: E731
     model = make_model(tflms_sft.ImageReader(open_image, SHAPE), tflms_sft.ImageReader(open_image, masks.shape))
     callback = tflms_sft.SFT((2, 2), verbose=0)
     train_once(model, ["image"], ["mask"], callback)
-    num_reads = failing.reads
+    num_reads, failing.is_short = failing.reads, is_short
+    reason = r"shape \(\d+, .*expected \(\d+, .*truncated" if is_short else "Input/output error"
     assert callback.plan.segments and num_reads >= 12
     for number in range(num_reads, 0, -stride):
         failing.reads, failing.fails_at, before = 0, number, variables(model)
-        with pytest.raises(tflms_sft.ImageReadError, match=r"\[.*\] of the image `(image|mask)`: .*Input/output"):
+        with pytest.raises(tflms_sft.ImageReadError, match=rf"\[.*\] of the image `(image|mask)`: .*{reason}"):
             train_once(model, ["image"], ["mask"], callback)
         assert_same(before, variables(model))
     failing.fails_at = -1

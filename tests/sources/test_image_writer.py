@@ -1,5 +1,7 @@
 """Predictions that are written to files by tiles equal those that `predict` returns."""
 
+import errno
+
 import keras
 import numpy as np
 import pytest
@@ -133,6 +135,31 @@ def test_targets_of_users_and_errors(tmp_path):
         writer(tf.zeros([1, 8, 8, 2]), tf.constant(["a"]))
     with pytest.raises(ValueError, match="cannot be saved: its `target` is a function"):
         writer.get_config()
+
+
+def test_any_write_that_fails_raises_its_error(tmp_path):
+    images = pixels(0, 1, *SHAPE)
+    written, fails_at = [], 0
+
+    class Target:
+        def __setitem__(self, region, values):
+            written.append(values.size)
+            if len(written) == fails_at:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+    writing = predictor(make_model(reader("zarr", images)), lambda path, shape, dtype: Target(), overwrite=True)
+    arguments = [tf.constant(write_images(tmp_path, "zarr", images)), tf.constant(["a"])]
+    callback = tflms_sft.SFT((4, 3), verbose=0)
+    expected = writing.predict(arguments, verbose=0, callbacks=[callback])
+    num_writes = len(written)
+    assert num_writes >= 12
+    for number in range(1, num_writes + 1):
+        written.clear()
+        fails_at = number
+        with pytest.raises(tflms_sft.ImageWriteError, match=r"\[.*\] of the image `a`: .*No space left"):
+            writing.predict(arguments, verbose=0, callbacks=[callback])
+    fails_at = 0
+    np.testing.assert_array_equal(writing.predict(arguments, verbose=0, callbacks=[callback]), expected)
 
 
 def test_writers_are_saved_and_loaded():

@@ -106,7 +106,10 @@ class OpenImage:
         """Return a region."""
         places = {axis: part for axis, part in zip(self.axes, region, strict=True) if axis is not None}
         rank = len(self.source.shape)
-        values = np.asarray(self.source[tuple(places.get(axis, slice(0, 1)) for axis in range(rank))])
+        parts = tuple(places.get(axis, slice(0, 1)) for axis in range(rank))
+        values, expected = np.asarray(self.source[parts]), tuple(part.stop - part.start for part in parts)
+        if values.shape != expected:
+            raise ValueError(f"reading it gave numbers of shape {values.shape}, expected {expected}. Is it truncated?")
         if values.dtype.newbyteorder("=") != self.source.dtype.newbyteorder("="):
             raise ValueError(f"its region has numbers of type {values.dtype}, expected {self.source.dtype}")
         values = values.astype(self.source.dtype.newbyteorder("="), copy=False)
