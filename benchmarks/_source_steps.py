@@ -13,7 +13,6 @@ from examples import slide
 
 Figures = dict[str, Any]
 
-CLASSES = 4
 MAX_WARM_SIZE = 4096
 
 
@@ -23,26 +22,18 @@ def write(*, folder: str, size: int, emit: _child.Emit) -> None:
     slide.write_slide(Path(folder, "image"), Path(folder, "mask"), size)
 
 
-def _classifier(size: int) -> Any:
-    """Return a residual network with batch normalisation, for slides in files and a class of each."""
+def _classifier(net: str, size: int) -> Any:
+    """Return the residual network of `examples.slide`, or VGG-16, for slides in files and a class of each."""
     import keras
-    from keras import layers
 
     import tflms_sft
-
-    def normalised(x: Any, filters: int, strides: int = 1) -> Any:
-        x = layers.Conv2D(filters, 3, strides, padding="same", use_bias=False)(x)
-        return layers.BatchNormalization()(x)
 
     keras.utils.set_random_seed(0)
     paths = keras.Input((), dtype="string")
     image = tflms_sft.ImageReader("zarr", (size, size, 3), fill_missing_chunks=True)(paths)
-    x = layers.ReLU()(normalised(layers.Rescaling(1 / 255)(image), 16, 2))
-    for filters, strides in ((16, 1), (32, 2), (64, 2)):
-        y = normalised(layers.ReLU()(normalised(x, filters, strides)), filters)
-        shortcut = x if strides == 1 else layers.Conv2D(filters, 1, strides)(x)
-        x = layers.ReLU()(layers.Add()([shortcut, y]))
-    model = keras.Model(paths, layers.Dense(CLASSES)(layers.GlobalAveragePooling2D()(x)))
+    is_vgg = net == "vgg16"
+    scores = _nets.vgg16(size)(keras.layers.Rescaling(1 / 255)(image)) if is_vgg else slide.resnet(image)
+    model = keras.Model(paths, scores)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss, jit_compile=False)
     model.optimizer.build(model.trainable_variables)
@@ -71,33 +62,15 @@ def _model(size: int, in_files: bool) -> Any:
     return model
 
 
-def _vgg16(size: int) -> Any:
-    """Return VGG-16 for images in files."""
-    import keras
-    from keras import layers
-
-    import tflms_sft
-
-    keras.utils.set_random_seed(0)
-    paths = keras.Input((), dtype="string")
-    image = tflms_sft.ImageReader("zarr", (size, size, 3), fill_missing_chunks=True)(paths)
-    model = keras.Model(paths, _nets.vgg16(size)(layers.Rescaling(1 / 255)(image)))
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss, jit_compile=False)
-    model.optimizer.build(model.trainable_variables)
-    return model
-
-
 def _step(size: int, folder: str, in_files: bool, net: str) -> tuple[Any, list[Any]]:
     """Return the training step of a network and its arguments."""
     import tensorflow as tf
     import zarr
 
     paths = [str(Path(folder) / name) for name in ("image", "mask")]
-    classifiers = {"residual": _classifier, "vgg16": _vgg16}
-    model = classifiers[net](size) if net in classifiers else _model(size, in_files)
+    model = _model(size, in_files) if net == "unet" else _classifier(net, size)
     arguments = [tf.constant([path]) if in_files else tf.constant(zarr.open_array(path)[...][None]) for path in paths]
-    if net in classifiers:
+    if net != "unet":
         arguments[1] = tf.constant([1])
 
     @tf.function(input_signature=[tf.TensorSpec(t.shape, t.dtype) for t in arguments], autograph=False)

@@ -1,8 +1,10 @@
-"""Trains a U-Net on slides in files, none of which is whole in memory, and draws the memory over time.
+"""Trains networks on slides in files, none of which is whole in memory, and draws the memory over time.
 
 Run by `python -m examples.slide`. The slides are zarr arrays that the program makes from a public photograph, with its
-brightness in four classes as the mask. Each size is trained in a process of its own, within one budget, and its
-predictions are written to a zarr array. The picture shows that memory does not grow with the slide.
+brightness in four classes as the mask. A U-Net learns the class of each pixel, and its predictions are written to a
+zarr array. A residual network with batch normalisation learns the class of each slide, with tensors between its tile
+loops in files. Each network and size is trained in a process of its own, within one budget. The pictures show that
+memory does not grow with the slide.
 
 The exit code is 0 only if the memory of every training beyond that of the idle process is within the budget.
 """
@@ -21,6 +23,7 @@ from examples._memory_picture import memory_axes
 CHUNK = 512
 """Height and width of a chunk of a slide."""
 CLASSES = 4
+NETWORKS = ("unet", "resnet")
 SAMPLE_SECONDS = 0.1
 MIB, GIB = 2**20, 2**30
 IDLE_MARGIN_BYTES = 64 * MIB
@@ -60,41 +63,66 @@ def unet(image: Any) -> Any:
     return layers.Conv2D(CLASSES, 1)(convolutions(x, 8))
 
 
-def build(size: int) -> Any:
-    """Return a model that reads slides and masks from files."""
+def resnet(image: Any) -> Any:
+    """Return the scores of the classes of each slide: a network with three residual blocks and batch normalisation."""
+    from keras import layers
+
+    def normalised(x: Any, filters: int, strides: int = 1) -> Any:
+        x = layers.Conv2D(filters, 3, strides, padding="same", use_bias=False)(x)
+        return layers.BatchNormalization()(x)
+
+    x = layers.ReLU()(normalised(layers.Rescaling(1 / 255)(image), 16, 2))
+    for filters, strides in ((16, 1), (32, 2), (64, 2)):
+        y = normalised(layers.ReLU()(normalised(x, filters, strides)), filters)
+        shortcut = x if strides == 1 else layers.Conv2D(filters, 1, strides)(x)
+        x = layers.ReLU()(layers.Add()([shortcut, y]))
+    return layers.Dense(CLASSES)(layers.GlobalAveragePooling2D()(x))
+
+
+def build(network: str, size: int) -> Any:
+    """Return a model that reads slides, and for a U-Net masks, from files."""
     import keras
 
     import tflms_sft
 
     slides = tflms_sft.ImageReader("zarr", (size, size, 3), fill_missing_chunks=True, name="slides")
-    masks = tflms_sft.ImageReader("zarr", (size, size), fill_missing_chunks=True, name="masks")
     paths = keras.Input((), dtype="string", name="paths")
-    model = tflms_sft.ReadingModel(paths, unet(slides(paths)), labels=masks)
+    if network == "unet":
+        masks = tflms_sft.ImageReader("zarr", (size, size), fill_missing_chunks=True, name="masks")
+        model = tflms_sft.ReadingModel(paths, unet(slides(paths)), labels=masks)
+    else:
+        model = keras.Model(paths, resnet(slides(paths)))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.Adam(1e-3), loss, metrics=["accuracy"])
     return model
 
 
-def train(*, slide: str, mask: str, size: int, budget: int, steps: int, result: str, emit: _child.Emit) -> None:
-    """Train, predict, and emit the plan, the losses and the memory beyond that of the idle process."""
+def train(
+    *, network: str, slide: str, mask: str, size: int, budget: int, steps: int, result: str, emit: _child.Emit
+) -> None:
+    """Train, predict classes of pixels, and emit plans, losses and the memory beyond that of the idle process."""
     import keras
     import tensorflow as tf
 
     import tflms_sft
 
     keras.utils.set_random_seed(0)
-    model = build(size)
+    model = build(network, size)
     callback = tflms_sft.MemoryBudget(budget, verbose=0)
-    data = tf.data.Dataset.from_tensor_slices(([slide] * steps, [mask] * steps)).batch(1, drop_remainder=True)
+    labels = [mask] * steps if network == "unet" else [1] * steps
+    data = tf.data.Dataset.from_tensor_slices(([slide] * steps, labels)).batch(1, drop_remainder=True)
     idle = _child.status_bytes("VmRSS")
     _child.reset_peak_rss()
     history = model.fit(data, shuffle=False, verbose=0, callbacks=[callback]).history
-    emit({"plan": callback.plan.headline(), "loss": history["loss"][0], "accuracy": history["accuracy"][0]})
-    results = keras.Input((), dtype="string", name="results")
-    writer = tflms_sft.ImageWriter("zarr", dtype="uint8")
-    predictor = keras.Model([*model.inputs, results], writer(keras.ops.argmax(model.output, -1), results))
-    predictor.predict([tf.constant([slide]), tf.constant([result])], verbose=0, callbacks=[callback])
-    emit({"predict": callback.predict_plan.headline(), "bytes": _child.status_bytes("VmHWM") - idle})
+    plan = callback.plan
+    emit({"plan": plan.headline(), "file_bytes": plan.file_bytes, "loss": history["loss"][0]})
+    if network == "unet":
+        results = keras.Input((), dtype="string", name="results")
+        writer = tflms_sft.ImageWriter("zarr", dtype="uint8")
+        predictor = keras.Model([*model.inputs, results], writer(keras.ops.argmax(model.output, -1), results))
+        predictor.predict([tf.constant([slide]), tf.constant([result])], verbose=0, callbacks=[callback])
+        emit({"predict": callback.predict_plan.headline()})
+    emit({"bytes": _child.status_bytes("VmHWM") - idle})
 
 
 def draw(runs: dict[int, _child.Outcome], path: Path) -> None:
@@ -106,15 +134,15 @@ def draw(runs: dict[int, _child.Outcome], path: Path) -> None:
             axes.plot(times, [sample.rss / GIB for sample in outcome.samples], linewidth=1.2, label=label)
 
 
-def run(size: int, options: argparse.Namespace, folder: Path) -> tuple[_child.Outcome, bool]:
-    """Train on one size in a process of its own; return the outcome, and whether memory is within the budget."""
+def run(network: str, size: int, options: argparse.Namespace, folder: Path) -> tuple[_child.Outcome, bool]:
+    """Train a network on one size in a child process; return the outcome, and whether memory is within the budget."""
     slide, mask = folder / "slide.zarr", folder / "mask.zarr"
     write_slide(slide, mask, size)
-    arguments = {"slide": str(slide), "mask": str(mask), "size": size, "budget": options.budget, "steps": options.steps}
+    arguments = {"network": network, "slide": str(slide), "mask": str(mask), "size": size, "steps": options.steps}
     events: list[dict[str, Any]] = []
     outcome = _child.run_child(
         "examples.slide:train",
-        {**arguments, "result": str(folder / f"result-{size}.zarr")},
+        {**arguments, "budget": options.budget, "result": str(folder / f"result-{size}.zarr")},
         env=_child.TRUE_RSS_ENV,
         on_event=events.append,
         sample_seconds=SAMPLE_SECONDS,
@@ -122,12 +150,17 @@ def run(size: int, options: argparse.Namespace, folder: Path) -> tuple[_child.Ou
     for path in folder.iterdir():
         shutil.rmtree(path)
     if not outcome.ok:
-        print(f"{size} px failed: {outcome.error or outcome.how_it_ended()}\n{outcome.log_tail()}", file=sys.stderr)
+        print(
+            f"{network}, {size} px failed: {outcome.error or outcome.how_it_ended()}\n{outcome.log_tail()}",
+            file=sys.stderr,
+        )
         return outcome, False
     figures = {key: value for event in events for key, value in event.items()}
     fits = figures["bytes"] <= options.budget + IDLE_MARGIN_BYTES
-    print(f"{size} x {size}: {figures['plan']}")
-    print(f"  loss {figures['loss']:.4f}, accuracy {figures['accuracy']:.3f}; predict: {figures['predict']}")
+    print(f"{network}, {size} x {size}: {figures['plan']}")
+    print(f"  loss {figures['loss']:.4f}, {figures['file_bytes'] / MIB:,.0f} MiB between tile loops in files")
+    if "predict" in figures:
+        print(f"  predict: {figures['predict']}")
     print(f"  {'ok' if fits else 'FAILED'}: {figures['bytes'] / MIB:.0f} MiB beyond the idle process", flush=True)
     return outcome, fits
 
@@ -144,22 +177,26 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="N",
         help="heights of slides",
     )
+    add("--networks", nargs="+", choices=NETWORKS, default=NETWORKS, metavar="NAME", help="default: unet resnet")
     add("--budget", type=_arguments.size, default=256 * MIB, help="bytes, such as 256MiB; default: 256MiB")
     add("--steps", type=_arguments.positive, default=2, help="training steps; default: %(default)s")
-    add("--output", type=Path, default=Path("demo-output"), help="folder of the picture; default: %(default)s")
+    add("--output", type=Path, default=Path("demo-output"), help="folder of the pictures; default: %(default)s")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train on all sizes; return 1 if one fails or exceeds the budget."""
+    """Train all networks on all sizes; return 1 if one fails or exceeds the budget."""
     options = parse_arguments(arguments)
     options.output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="tflms-sft-slides-") as folder:
-        runs = {size: run(size, options, Path(folder)) for size in options.sizes}
-    picture = options.output / "slide-memory.png"
-    draw({size: outcome for size, (outcome, _) in runs.items()}, picture)
-    print(f"Picture: {picture}")
-    return 0 if all(fits for _, fits in runs.values()) else 1
+    all_fit = True
+    for network in options.networks:
+        with tempfile.TemporaryDirectory(prefix="tflms-sft-slides-") as folder:
+            runs = {size: run(network, size, options, Path(folder)) for size in options.sizes}
+        picture = options.output / f"slide-memory-{network}.png"
+        draw({size: outcome for size, (outcome, _) in runs.items()}, picture)
+        print(f"Picture: {picture}", flush=True)
+        all_fit = all_fit and all(fits for _, fits in runs.values())
+    return 0 if all_fit else 1
 
 
 if __name__ == "__main__":
