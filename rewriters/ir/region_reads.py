@@ -29,24 +29,43 @@ NUM_BUFFERED_REGIONS = 2
 """Regions in memory: that of the iteration, and the next one."""
 
 
-def read_images(read: Callable[..., np.ndarray], keys: Any, shape: Sequence[int], dtype: Any) -> Any:
+def read_images(
+    read: Callable[..., np.ndarray],
+    keys: Any,
+    shape: Sequence[int | None],
+    dtype: Any,
+    shape_in_files: Callable[[np.ndarray], np.ndarray] | None = None,
+) -> Any:
     """Return whole images of a batch.
 
     Args:
         read: Returns a region as an array. Arguments are the five operands as arrays. The op holds a weak reference.
         keys: A vector with the key of each image, strings or integers.
-        shape: Shape of an image.
+        shape: Shape of an image; `None` for sizes that the files tell.
         dtype: Type of its numbers.
+        shape_in_files: Returns the shape of the images with the given keys. It is needed where sizes are `None`, and
+            held weakly.
 
     Returns:
         A tensor of shape `(batch, *shape)`.
     """
     keys, begin = _at_run_time(keys), tf.zeros([len(shape) + 1], tf.int64)
-    size = tf.concat([tf.shape(keys, out_type=tf.int64), tf.constant(list(shape), tf.int64)], 0)
+    if None in shape:
+        image_size = tf.ensure_shape(tf.numpy_function(shape_in_files, [keys], tf.int64, stateful=False), [len(shape)])
+    else:
+        image_size = tf.constant(list(shape), tf.int64)
+    size = tf.concat([tf.shape(keys, out_type=tf.int64), image_size], 0)
     images = tf.numpy_function(read, [keys, begin, size, begin, begin], dtype, stateful=False)
     images.set_shape([*keys.shape, *shape])
     _mark(images, REGION_READ)
     return images
+
+
+def source_of_keys(keys: Any) -> Any:
+    """Return the tensor of which keys are a copy or a cast."""
+    while keys.op.type in ("Identity", "Cast"):
+        keys = keys.op.inputs[0]
+    return keys
 
 
 def _mark(result: Any, attribute: str) -> None:
@@ -97,6 +116,12 @@ def is_region_write(node: Node) -> bool:
 def is_region_read(node: Node) -> bool:
     """Return whether an op reads images from files."""
     return REGION_READ in node.attrs
+
+
+def has_known_shape(node: Node) -> bool:
+    """Return whether all sizes of the images that an op reads are known, the batch size aside."""
+    shape = node.out().shape
+    return shape is not None and None not in shape[1:]
 
 
 def region_reads(graph: Graph) -> list[Node]:

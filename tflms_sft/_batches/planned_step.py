@@ -1,7 +1,8 @@
 """The plans of one training for batches of different sizes.
 
-Images and sequences of one training may differ in size, in all axes but that of the batch. A rewritten step holds for
-one size: its tiles, and the peak that was predicted. Each size therefore has a step and a plan of its own.
+Images, in files too, and sequences of one training may differ in size, in all axes but that of the batch. A rewritten
+step holds for one size: its tiles, and the peak that was predicted. Each size therefore has a step and a plan of its
+own.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class PlannedStep:
     """The step for batches of one size.
 
     Attributes:
-        shapes: Shapes of the tensors of its first batch; empty before these are known.
+        shapes: Shapes of the tensors of its first batch, and of images in files that it names; empty before these are
+            known.
         function: The model's compiled function that runs the step on the batches of an iterator.
         importers: Rewritten steps by signature, each with the specs that it holds for.
         is_open: Whether the step is not rewritten, and traced for any size.
@@ -78,6 +80,11 @@ class PlannedStep:
             traced = tf.function(on_batch, input_signature=tf.nest.flatten(spec), autograph=False)
             self._on_batch = traced.get_concrete_function()  # Calls do not count as retracing of one function.
         return self._on_batch(*tf.nest.flatten(batches.first))
+
+    def add_image_shapes(self, shapes: Shapes) -> None:
+        """Add the shapes of images in files, which are known from the first trace on."""
+        if shapes and [*self.shapes[-len(shapes) :]] != [*shapes]:
+            self.shapes = [*self.shapes, *shapes]
 
     def use(self, function: Any) -> None:
         """Run another compiled function from now on."""

@@ -62,6 +62,7 @@ from tflms_sft._report.plan import Plan, amend_plan
 from tflms_sft._report.plan_records import Measurement
 from tflms_sft._rewrite.measure import watch_tier
 from tflms_sft._rewrite.rewrite import rewrite_traced
+from tflms_sft._sources.open_shapes import BatchImages, has_open_readers, traced_for
 from tflms_sft._sources.region_reads import read_errors
 from tflms_sft._trace.layer_names import recorded_layers
 from tflms_sft._trace.step_tracing import check_image_sizes, keras_function
@@ -114,6 +115,7 @@ class StepPatch:
         self._now = PlannedStep()
         self._planned = [self._now]
         self._selects_size = False
+        self._images = BatchImages()
         self._saved_attributes: dict[str, Any] = {}
         self._jit_compile: Any = None
         self._patched_function: Any = None
@@ -408,13 +410,13 @@ class StepPatch:
 
     def _has_open_sizes(self, iterator: Any) -> bool:
         """Tell whether each batch of a data set is looked at, since it may have a size and a plan of its own."""
-        return self._can_select_size and varies_in_size(iterator)
+        return self._can_select_size and (varies_in_size(iterator) or has_open_readers(self.model))
 
     def _select_size(self, batch: Any) -> None:
         """Continue with the step for the size of a batch. It is planned when it runs for the first time."""
         if not self._can_select_size:
             return
-        shapes = shapes_of(batch)
+        shapes = [*shapes_of(batch), *self._images.use(batch)]
         self._selects_size = True
         if not self._now.shapes:
             self._now.shapes = shapes
@@ -511,10 +513,12 @@ class StepPatch:
         """
         if self._params.pipeline is not None:
             return self._rewrite_pipeline(specs), specs
-        now, shape = self._now, self._image_batch_shape
-        with recorded_layers() as record:
+        now = self._now
+        with recorded_layers() as record, traced_for(self._images):
             traced = keras_function(self._original).get_concrete_function(specs)
         record.finish(traced.graph)
+        now.add_image_shapes(self._images.shapes())
+        shape = self._image_batch_shape
         check_image_sizes(traced)
         check_batch_shape(open_specs, self._batch_shape, self.model.name)
         if shape is None and self._params.has_budget:

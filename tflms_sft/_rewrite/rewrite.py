@@ -12,6 +12,8 @@ from typing import Any
 from rewriters.canonicalize.canonicalize import CanonicalMode
 from rewriters.errors import BudgetError, RewriteError
 from rewriters.ir import tf_internals
+from rewriters.ir.graph import Graph
+from rewriters.ir.region_reads import has_known_shape, region_reads
 from rewriters.step_importer import StepImporter
 from rewriters.swapping.tiers import HostTier
 from tflms_sft._batches.batch_limits import BatchLimit
@@ -237,6 +239,7 @@ def rewrite_concrete(
         traced = analyse_step(concrete_fn, record, batch, mode)
         traced.correction = correction
         traced.use_rates(machine_rates(_print_to_stderr) if request.has_budget else stored_rates())
+        require_image_shapes(traced.analysis.graph)
         if request.has_budget:
             require_batch(traced, batch)
             require_sizes(concrete_fn)
@@ -264,6 +267,20 @@ def require_batch(traced: TracedStep, batch: int | None) -> None:
         raise RewriteError(
             "The batch size is unknown, and a budget needs one. Trace with a `tf.TensorSpec` that gives it, "
             "or pass example arguments of the largest batch."
+        )
+
+
+def require_image_shapes(graph: Graph) -> None:
+    """Refuse readers of images of any shape: a plan holds for one shape.
+
+    Raises:
+        RewriteError: With the reader and the remedy.
+    """
+    unknown = [node for node in region_reads(graph) if not has_known_shape(node)]
+    if unknown:
+        raise RewriteError(
+            f"The shape of the images that `{unknown[0].name}` reads is unknown: {unknown[0].out().shape}. Give the "
+            "`ImageReader` all sizes as `shape`; under `fit`, each shape has a plan of its own."
         )
 
 

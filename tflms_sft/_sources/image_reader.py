@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from rewriters.ir.region_reads import read_images
 from tflms_sft._sources.formats import FORMATS, OPENERS, Fingerprint, check_packages, fingerprint
+from tflms_sft._sources.open_shapes import traced_images
 from tflms_sft._sources.random_view import RandomView, integers
 from tflms_sft._sources.region_reads import ImageSpec, RegionReads
 from tflms_sft._sources.source import Source
@@ -42,7 +43,8 @@ class ImageReader(keras.layers.Layer):
         source: Format of the files: `"zarr"` (versions 2 and 3), `"tiff"` (pyramids too), `"openslide"`, `"nifti"`,
             `"hdf5"` or `"numpy"`. Otherwise a function that opens a path and returns an object with `shape`, `dtype`
             and `__getitem__`, which receives a slice for each dimension.
-        shape: Shape of each image, for instance `(height, width, channels)`.
+        shape: Shape of each image, for instance `(height, width, channels)`; `None` for sizes that differ from image to
+            image. Under `fit` with a budget each shape then has a plan of its own, and a batch has images of one shape.
         dtype: Type of its numbers.
         paths: Paths of all images, if the inputs are indices.
         array: Name of the array in a zarr group or HDF5 file; number of the series of a TIFF file.
@@ -72,7 +74,7 @@ class ImageReader(keras.layers.Layer):
     def __init__(
         self,
         source: str | Callable[[str], Source],
-        shape: Sequence[int],
+        shape: Sequence[int | None],
         dtype: str = "uint8",
         *,
         paths: Sequence[str] | None = None,
@@ -93,7 +95,12 @@ class ImageReader(keras.layers.Layer):
             check_packages(source)
         elif not callable(source):
             raise ValueError(f"`source` must be a format or a function. Received: source={source!r}.")
-        self.image_shape = integers("shape", shape, 1)
+        is_sequence = isinstance(shape, (list, tuple))
+        known = integers("shape", [1 if size is None else size for size in shape] if is_sequence else shape, 1)
+        self.image_shape = tuple(None if size is None else one for size, one in zip(shape, known, strict=True))
+        self._known_shape = known
+        if view is not None and None in self.image_shape:
+            raise ValueError(f"A reader with a `view` needs all sizes. Received: shape={shape!r}.")
         if len(self.image_shape) < 2:
             raise ValueError(f"`shape` must have at least two sizes. Received: shape={shape!r}.")
         if axes is not None and (len(axes) != len(self.image_shape) or len({*axes}) != len(axes) or min(axes) < 0):
@@ -110,7 +117,7 @@ class ImageReader(keras.layers.Layer):
         numbers = np.dtype(tf.as_dtype(dtype).as_numpy_dtype)
         spec = ImageSpec(self._open, self._fingerprint, self.image_shape, numbers, self._axes)
         self.view = view
-        self.output_image_shape = self.image_shape if view is None else view.shape(self.image_shape)
+        self.output_image_shape = self.image_shape if view is None else view.shape(known)
         self.view_count = None
         if view is not None:
             self.view_count = self.add_weight(
@@ -120,6 +127,7 @@ class ImageReader(keras.layers.Layer):
         self._reads = RegionReads(spec, self.paths, view)
         # TensorFlow refers to the function of an op weakly.
         self._read = functools.partial(self._reads)
+        self._shape_in_files = functools.partial(_as_array, self._reads)
 
     def _open(self, path: str) -> Source:
         if callable(self.source):
@@ -151,8 +159,22 @@ class ImageReader(keras.layers.Layer):
             keys = tf.cast(keys, tf.int64)
         if self.view is not None:
             text = keys if self.paths is None else tf.as_string(keys)
-            keys = self.view.keys(text, self.image_shape, self.view_count if training else None)
-        return read_images(self._read, keys, self.output_image_shape, self.compute_dtype)
+            keys = self.view.keys(text, self._known_shape, self.view_count if training else None)
+        shape, traced = self.output_image_shape, traced_images()
+        if None in shape and traced is not None:
+            shape = traced.shape(self, keys)
+        return read_images(self._read, keys, shape, self.compute_dtype, self._shape_in_files)
+
+    def shape_in_files(self, keys: Any) -> tuple[int, ...]:
+        """Return the shape of the images of a batch, as their files tell it.
+
+        Args:
+            keys: Paths or indices, of shape `(batch,)`, as an array or an eager tensor.
+
+        Raises:
+            ImageReadError: If an image cannot be opened, or if the images have different shapes.
+        """
+        return self._reads.shape(np.asarray(keys).tolist())
 
     def compute_output_spec(self, keys: Any, training: bool = False) -> keras.KerasTensor:
         """Return shape and type of a batch of images.
@@ -188,3 +210,8 @@ class ImageReader(keras.layers.Layer):
     def close(self) -> None:
         """Close all files, which stay open for the next read otherwise."""
         self._reads.close()
+
+
+def _as_array(reads: RegionReads, keys: np.ndarray) -> np.ndarray:
+    """Return the shape of the images of a batch as an array."""
+    return np.array(reads.shape(keys.tolist()), np.int64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -55,16 +56,21 @@ class ImageSpec:
     Attributes:
         open: Opens a file.
         fingerprint: Returns the state of a file, which differs after a change.
-        shape: Shape of an image.
+        shape: Shape of an image; `None` for sizes that differ.
         dtype: Type of its numbers.
         axes: Dimension of the file for each dimension of the image; `None` for equal dimensions.
     """
 
     open: Callable[[str], Source]
     fingerprint: Callable[[str], Fingerprint]
-    shape: tuple[int, ...]
+    shape: tuple[int | None, ...]
     dtype: np.dtype
     axes: tuple[int, ...] | None = None
+
+    @property
+    def known_shape(self) -> tuple[int, ...]:
+        """The sizes that do not differ."""
+        return tuple(size for size in self.shape if size is not None)
 
     def check(self, source: Source) -> tuple[int | None, ...]:
         """Return the dimension of a file for each dimension of the image; `None` for channels that the file lacks.
@@ -77,15 +83,20 @@ class ImageSpec:
             raise ValueError(f"it has numbers of type {dtype}, expected {self.dtype}. Pass dtype={str(dtype)!r}")
         rank = len(source.shape)
         axes: tuple[int | None, ...] = self.axes or tuple(range(rank))
-        if self.axes is None and self.shape == (*source.shape, 1):
+        if self.axes is None and self._fits((*source.shape, 1)):
             axes = (*axes, None)
         shape = tuple(1 if axis is None else source.shape[axis] for axis in axes if axis is None or axis < rank)
         ignored = [size for axis, size in enumerate(source.shape) if axis not in axes]
-        if shape != self.shape or any(size != 1 for size in ignored):
-            permuted = sorted(source.shape) == sorted(self.shape) and self.axes is None
-            remedy = "Pass the order of its dimensions as `axes`" if permuted else "Make a reader for each shape"
+        if not self._fits(shape) or any(size != 1 for size in ignored):
+            permuted = self.axes is None and any(map(self._fits, itertools.permutations(source.shape)))
+            remedy = "Pass the order of its dimensions as `axes`" if permuted else "Pass None for sizes that differ"
             raise ValueError(f"it has the shape {source.shape}, expected {self.shape}. {remedy}")
         return axes
+
+    def _fits(self, shape: tuple[int, ...]) -> bool:
+        """Return whether an image may have a shape."""
+        pairs = zip(shape, self.shape, strict=False)
+        return len(shape) == len(self.shape) and all(expected in (None, size) for size, expected in pairs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +112,11 @@ class OpenImage:
     source: Source
     axes: tuple[int | None, ...]
     fingerprint: Fingerprint
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the image."""
+        return tuple(1 if axis is None else self.source.shape[axis] for axis in self.axes)
 
     def read(self, region: Region) -> np.ndarray:
         """Return a region."""
@@ -199,6 +215,27 @@ class RegionReads:
             record_error(error)
             raise
 
+    def shape(self, keys: Sequence[Any]) -> tuple[int, ...]:
+        """Return the shape of the images of a batch.
+
+        Raises:
+            ImageReadError: If an image cannot be opened, or if the images have different shapes.
+        """
+        try:
+            paths = [self._path(key.decode() if isinstance(key, bytes) else key) for key in keys]
+            shapes = {path: self._image_shape(path) for path in paths}
+            first, *others = shapes
+            for path in others:
+                if shapes[path] != shapes[first]:
+                    raise ImageReadError(
+                        f"The images of a batch must have one shape. Received: {shapes[first]} of `{first}` and "
+                        f"{shapes[path]} of `{path}`. Use batches of one image."
+                    )
+            return shapes[first]
+        except ImageReadError as error:
+            record_error(error)
+            raise
+
     def close(self) -> None:
         """Close all files."""
         with self._lock:
@@ -230,7 +267,7 @@ class RegionReads:
         key = key.decode() if isinstance(key, bytes) else key
         if self._view is None:
             return self._read_image(self._path(key), region)
-        key, view = parse_key(key, self._view, self._view.shape(self._spec.shape))
+        key, view = parse_key(key, self._view, self._view.shape(self._spec.known_shape))
         return view.shown(self._read_image(self._path(key), view.source_region(region)))
 
     def _path(self, key: str | int) -> str:
@@ -241,15 +278,24 @@ class RegionReads:
         return self._paths[int(key)]
 
     def _read_image(self, path: str, region: Region) -> np.ndarray:
+        place = ", ".join(f"{part.start}:{part.stop}" for part in region)
+        with self._errors(path, f"read the region [{place}] of"):
+            return self._opened(path).read(region)
+
+    def _image_shape(self, path: str) -> tuple[int, ...]:
+        with self._errors(path, "open"):
+            return self._opened(path).shape
+
+    @contextlib.contextmanager
+    def _errors(self, path: str, action: str) -> Iterator[None]:
+        """Raise errors of an image as `ImageReadError`."""
         try:
-            image = self._opened(path)
-            return image.read(region)
+            yield
         except Exception as error:
             with self._lock:
                 self._images.pop(path, None)  # A repaired file is opened again.
-            place = ", ".join(f"{part.start}:{part.stop}" for part in region)
             reason = str(error).rstrip(".") if isinstance(error, (OSError, ValueError)) and str(error) else repr(error)
-            raise ImageReadError(f"Cannot read the region [{place}] of the image `{path}`: {reason}.") from error
+            raise ImageReadError(f"Cannot {action} the image `{path}`: {reason}.") from error
 
     def _opened(self, path: str) -> OpenImage:
         """Return an image that is open, opened now if necessary.
