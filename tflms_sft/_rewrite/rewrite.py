@@ -280,7 +280,7 @@ def require_image_shapes(graph: Graph) -> None:
     if unknown:
         raise RewriteError(
             f"The shape of the images that `{unknown[0].name}` reads is unknown: {unknown[0].out().shape}. Give the "
-            "`ImageReader` all sizes as `shape`; under `fit`, each shape has a plan of its own."
+            "`ImageReader` all sizes as `shape`, or rewrite a `tf.function` with paths or indices as example arguments."
         )
 
 

@@ -95,8 +95,10 @@ class ImageReader(keras.layers.Layer):
             check_packages(source)
         elif not callable(source):
             raise ValueError(f"`source` must be a format or a function. Received: source={source!r}.")
-        is_sequence = isinstance(shape, (list, tuple))
-        known = integers("shape", [1 if size is None else size for size in shape] if is_sequence else shape, 1)
+        sizes: Any = shape
+        if isinstance(shape, (list, tuple)):
+            sizes = [1 if size is None else size for size in shape]
+        known = integers("shape", sizes, 1)
         self.image_shape = tuple(None if size is None else one for size, one in zip(shape, known, strict=True))
         self._known_shape = known
         if view is not None and None in self.image_shape:
@@ -126,7 +128,7 @@ class ImageReader(keras.layers.Layer):
             view.counts.append(self.view_count)
         self._reads = RegionReads(spec, self.paths, view)
         # TensorFlow refers to the function of an op weakly.
-        self._read = functools.partial(self._reads)
+        self._read = self._reads.read
         self._shape_in_files = functools.partial(_as_array, self._reads)
 
     def _open(self, path: str) -> Source:
@@ -160,10 +162,11 @@ class ImageReader(keras.layers.Layer):
         if self.view is not None:
             text = keys if self.paths is None else tf.as_string(keys)
             keys = self.view.keys(text, self._known_shape, self.view_count if training else None)
-        shape, traced = self.output_image_shape, traced_images()
+        shape, read, traced = self.output_image_shape, self._read, traced_images()
         if None in shape and traced is not None:
             shape = traced.shape(self, keys)
-        return read_images(self._read, keys, shape, self.compute_dtype, self._shape_in_files)
+            read = self._reads.of_shape(shape).read
+        return read_images(read, keys, shape, self.compute_dtype, self._shape_in_files)
 
     def shape_in_files(self, keys: Any) -> tuple[int, ...]:
         """Return the shape of the images of a batch, as their files tell it.

@@ -39,8 +39,12 @@ class BatchImages:
         self._readers: dict[tuple[int, int], Reader] = {}
 
     def use(self, batch: Any) -> list[Shape]:
-        """Look at another batch; return the shapes of its images, the batch size first, one for each known reader."""
-        self._batch = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
+        """Look at another batch; return the shapes of its images, the batch size first, one for each known reader.
+
+        Args:
+            batch: Arguments of the step in any structure: tensors, arrays, or specs of them.
+        """
+        self._batch = [leaf for leaf in tf.nest.flatten(batch) if hasattr(leaf, "shape")]
         return self.shapes()
 
     def shapes(self) -> list[Shape]:
@@ -59,16 +63,18 @@ class BatchImages:
             keys: Its keys, a tensor of the graph.
 
         Raises:
-            RewriteError: If the keys are no part of the batch.
+            RewriteError: If the keys are no part of the batch, or if only their spec is known.
         """
         source = source_of_keys(keys)
         inputs: Sequence[Any] = getattr(keys.graph, "inputs", ())
-        position = next((number for number, tensor in enumerate(inputs) if tensor is source), None)
-        if position is None or position >= len(self._batch):
+        positions = [number for number, tensor in enumerate(inputs[: len(self._batch)]) if tensor is source]
+        if not positions or not hasattr(self._batch[positions[0]], "__array__"):
             raise RewriteError(
-                f"The shape of the images of `{reader.name}` is unknown when the step is planned, since its keys are "
-                "computed in the step. Pass all sizes as `shape`, or the keys as a part of the batch."
+                f"The shape of the images that `{reader.name}` reads is unknown when the step is planned. Give the "
+                "`ImageReader` all sizes as `shape`, or pass paths or indices as example arguments of the step. Under "
+                "`fit` without replicas and `steps_per_execution`, each shape has a plan of its own."
             )
+        (position,) = positions
         self._readers[position, id(reader)] = reader
         return reader.shape_in_files(self._batch[position])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -59,6 +60,7 @@ class ImageSpec:
         shape: Shape of an image; `None` for sizes that differ.
         dtype: Type of its numbers.
         axes: Dimension of the file for each dimension of the image; `None` for equal dimensions.
+        remedy: What to do if the shape is another one.
     """
 
     open: Callable[[str], Source]
@@ -66,6 +68,7 @@ class ImageSpec:
     shape: tuple[int | None, ...]
     dtype: np.dtype
     axes: tuple[int, ...] | None = None
+    remedy: str = "Pass None for sizes that differ"
 
     @property
     def known_shape(self) -> tuple[int, ...]:
@@ -89,7 +92,7 @@ class ImageSpec:
         ignored = [size for axis, size in enumerate(source.shape) if axis not in axes]
         if not self._fits(shape) or any(size != 1 for size in ignored):
             permuted = self.axes is None and any(map(self._fits, itertools.permutations(source.shape)))
-            remedy = "Pass the order of its dimensions as `axes`" if permuted else "Pass None for sizes that differ"
+            remedy = "Pass the order of its dimensions as `axes`" if permuted else self.remedy
             raise ValueError(f"it has the shape {source.shape}, expected {self.shape}. {remedy}")
         return axes
 
@@ -187,6 +190,9 @@ class RegionReads:
         self._lock = threading.Lock()
         self._images: collections.OrderedDict[str, OpenImage] = collections.OrderedDict()
         self._ahead: dict[tuple[Any, ...], _ReadAhead] = {}
+        self._planned: dict[tuple[int, ...], RegionReads] = {}
+        # TensorFlow refers to the function of an op weakly.
+        self.read = functools.partial(self)
 
     def __call__(
         self, keys: np.ndarray, begin: np.ndarray, size: np.ndarray, next_begin: np.ndarray, next_size: np.ndarray
@@ -215,6 +221,13 @@ class RegionReads:
             record_error(error)
             raise
 
+    def of_shape(self, shape: tuple[int, ...]) -> RegionReads:
+        """Return reads for a step that is planned for one shape of images."""
+        if shape not in self._planned:
+            remedy = "The step is planned for one shape: rewrite it for each one"
+            self._planned[shape] = RegionReads(dataclasses.replace(self._spec, shape=shape, remedy=remedy), self._paths)
+        return self._planned[shape]
+
     def shape(self, keys: Sequence[Any]) -> tuple[int, ...]:
         """Return the shape of the images of a batch.
 
@@ -240,6 +253,8 @@ class RegionReads:
         """Close all files."""
         with self._lock:
             self._images.clear()
+        for reads in self._planned.values():
+            reads.close()
 
     def _take(self, images: tuple[Any, ...], begin: np.ndarray, size: np.ndarray) -> np.ndarray:
         """Return a region, which may have been read ahead."""

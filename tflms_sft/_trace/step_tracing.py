@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from rewriters.errors import RewriteError
 from rewriters.ir import tf_internals
+from tflms_sft._sources.open_shapes import BatchImages, traced_for
 from tflms_sft._trace.layer_names import LayerRecord, recorded_layers
 
 
@@ -91,7 +92,8 @@ def trace_step(step: Any, example_args: Any, example_kwargs: Any) -> tuple[Any, 
 
     Args:
         step: A `tf.function` or a `ConcreteFunction`.
-        example_args: Arguments or specs of them; none for a `ConcreteFunction`.
+        example_args: Arguments or specs of them; none for a `ConcreteFunction`. Readers of images of any shape need
+            arguments that name images.
         example_kwargs: Keyword arguments, likewise.
 
     Raises:
@@ -109,7 +111,9 @@ def trace_step(step: Any, example_args: Any, example_kwargs: Any) -> tuple[Any, 
         tf.nest.map_structure(spec_of, step.structured_input_signature)
     elif hasattr(step, "get_concrete_function"):
         args, kwargs = tf.nest.map_structure(spec_of, (example_args, example_kwargs))
-        with recorded_layers() as record:
+        images = BatchImages()
+        images.use((example_args, example_kwargs))
+        with recorded_layers() as record, traced_for(images):
             concrete_fn = tf_internals.untraced(step).get_concrete_function(*args, **kwargs)
         record.finish(concrete_fn.graph)
     else:
