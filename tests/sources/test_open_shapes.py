@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import zarr
 from equivalence import TOLERANCE
 from image_files import L, write_images
 
@@ -111,6 +112,24 @@ def test_evaluation_and_prediction_of_several_shapes(files):
         scores = model.predict(images, verbose=0, callbacks=[tiles])
         assert scores.shape == (1, *shape, 3)
         assert_equal(scores, plain.predict(images, verbose=0))
+
+
+def test_predictions_of_several_shapes_are_written(files, tmp_path):
+    model = make_model()
+    results = keras.Input((), dtype="string")
+    predictor = keras.Model(
+        [*model.inputs, results],
+        tflms_sft.ImageWriter("zarr", "float64", overwrite=True)(model.output, results),
+    )
+    tiles = tflms_sft.SFT((2, 2), verbose=0)
+    for path, shape in zip(files[0], SHAPES, strict=True):
+        expected = model.predict(tf.constant([path]), verbose=0)
+        for callbacks in ([], [tiles]):
+            arguments = [tf.constant([path]), tf.constant([str(tmp_path / "result")])]
+            numbers = predictor.predict(arguments, verbose=0, callbacks=callbacks)
+            assert list(numbers) == [np.prod(shape) * 3]
+            assert_equal(zarr.open_array(tmp_path / "result")[...], expected[0])
+        assert tiles.predict_plan.segments
 
 
 def test_budget_holds_for_the_largest_shape(files):

@@ -70,12 +70,12 @@ class RegionWrites:
 
     Args:
         create: Creates a file.
-        shape: Shape of an image.
+        shape: Shape of an image; `None` for images that are written whole, of any shape.
         overwrite: Whether to replace files that exist.
     """
 
     def __init__(
-        self, create: Callable[[str, tuple[int, ...], np.dtype], Target], shape: tuple[int, ...], overwrite: bool
+        self, create: Callable[[str, tuple[int, ...], np.dtype], Target], shape: tuple[int, ...] | None, overwrite: bool
     ) -> None:
         self._create = create
         self._shape = shape
@@ -107,7 +107,8 @@ class RegionWrites:
         try:
             with self._lock:
                 if all(part.start == 0 for part in region):  # Also after a step that ended early.
-                    self._open[path] = _OpenTarget(self._created(path, image.dtype), math.prod(self._shape))
+                    shape = image.shape if self._shape is None else self._shape
+                    self._open[path] = _OpenTarget(self._created(path, shape, image.dtype), math.prod(shape))
                 target = self._open[path]
             target.array[region] = image
             target.missing -= image.size
@@ -120,7 +121,7 @@ class RegionWrites:
             problem = f"Cannot write the region [{place}] of the image `{path}`: {reason.rstrip('.')}."
             raise record_error(ImageWriteError(problem)) from error
 
-    def _created(self, path: str, dtype: np.dtype) -> Target:
+    def _created(self, path: str, shape: tuple[int, ...], dtype: np.dtype) -> Target:
         if os.path.lexists(path):
             if not self._overwrite and path not in self._open:
                 raise FileExistsError("it exists. Remove it, or pass `overwrite=True`")
@@ -130,7 +131,7 @@ class RegionWrites:
                 shutil.rmtree(path)
             else:
                 raise FileExistsError("it is a folder without an array")
-        return self._create(path, self._shape, dtype)
+        return self._create(path, shape, dtype)
 
 
 @keras.saving.register_keras_serializable("tflms_sft")
@@ -182,19 +183,17 @@ class ImageWriter(keras.layers.Layer):
             raise ValueError(f"`target` must be a format or a function. Received: target={target!r}.")
         self.target = target
         self.overwrite = overwrite
-        self._writes: dict[tuple[int, ...], Any] = {}
+        self._writes: dict[tuple[int, ...] | None, Any] = {}
 
     def call(self, images: Any, paths: Any) -> Any:
         """Write the images of a batch, and return the number of values written for each.
 
         Args:
-            images: Images of known size, with the batch first.
+            images: Images, with the batch first. Those of unknown size are written whole.
             paths: Paths of their files, of shape `(batch,)`.
         """
-        if None in images.shape[1:]:
-            raise ValueError(f"`{self.name}` requires images of known size. Received: shape={tuple(images.shape)}.")
         create = self.target if callable(self.target) else CREATORS[self.target]
-        shape = tuple(images.shape[1:])
+        shape = None if None in images.shape[1:] else tuple(images.shape[1:])
         if shape not in self._writes:  # TensorFlow refers to the function of an op weakly.
             self._writes[shape] = functools.partial(RegionWrites(create, shape, self.overwrite))
         return write_images(self._writes[shape], tf.cast(images, self.compute_dtype), tf.reshape(paths, [-1]))

@@ -44,7 +44,7 @@ class BatchImages:
         Args:
             batch: Arguments of the step in any structure: tensors, arrays, or specs of them.
         """
-        self._batch = [leaf for leaf in tf.nest.flatten(batch) if hasattr(leaf, "shape")]
+        self._batch = [leaf for leaf in tf.nest.flatten(batch, expand_composites=True) if hasattr(leaf, "shape")]
         return self.shapes()
 
     def shapes(self) -> list[Shape]:
@@ -81,7 +81,7 @@ class BatchImages:
 
 def has_open_readers(model: Any) -> bool:
     """Return whether a layer of a model reads images of any shape."""
-    return any(None in getattr(layer, "image_shape", ()) for layer in model._flatten_layers())
+    return any(None in layer.image_shape for layer in model._flatten_layers() if hasattr(layer, "shape_in_files"))
 
 
 _TRACED: contextvars.ContextVar[BatchImages | None] = contextvars.ContextVar("batch_images", default=None)
