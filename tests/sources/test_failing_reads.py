@@ -30,11 +30,13 @@ class Failing(formats.ArraySource):
 
     reads = 0
     fails_at = -1
+    counting = threading.Lock()
     is_short = False
 
     def __getitem__(self, region):
-        type(self).reads += 1
-        fails = type(self).reads == self.fails_at
+        with self.counting:  # Two threads read at once.
+            type(self).reads += 1
+            fails = type(self).reads == self.fails_at
         if fails and not self.is_short:
             raise OSError(errno.EIO, "Input/output error")
         return super().__getitem__(region)[: -1 if fails else None]

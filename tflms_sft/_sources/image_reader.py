@@ -98,7 +98,7 @@ class ImageReader(keras.layers.Layer):
         sizes: Any = shape
         if isinstance(shape, (list, tuple)):
             sizes = [1 if size is None else size for size in shape]
-        known = integers("shape", sizes, 1)
+        known = integers("shape", sizes, 1, shape)
         self.image_shape = tuple(None if size is None else one for size, one in zip(shape, known, strict=True))
         self._known_shape = known
         if view is not None and None in self.image_shape:

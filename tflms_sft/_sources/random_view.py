@@ -125,8 +125,14 @@ class RandomView:
         return cls(**config)
 
 
-def integers(argument: str, values: Sequence[int], least: int) -> tuple[int, ...]:
+def integers(argument: str, values: Sequence[int], least: int, received: Any = None) -> tuple[int, ...]:
     """Return an argument as a tuple of integers.
+
+    Args:
+        argument: Its name.
+        values: Its value.
+        least: Smallest valid integer.
+        received: What an error shows instead of the value.
 
     Raises:
         ValueError: If it is no sequence of integers of at least `least`.
@@ -137,7 +143,8 @@ def integers(argument: str, values: Sequence[int], least: int) -> tuple[int, ...
         numbers = (least - 1,)
     if any(number < least for number in numbers):
         raise ValueError(
-            f"`{argument}` must be a sequence of integers of at least {least}. Received: {argument}={values!r}."
+            f"`{argument}` must be a sequence of integers of at least {least}. Received: "
+            f"{argument}={values if received is None else received!r}."
         )
     return numbers
 
