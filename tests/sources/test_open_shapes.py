@@ -122,14 +122,15 @@ def test_predictions_of_several_shapes_are_written(files, tmp_path):
         tflms_sft.ImageWriter("zarr", "float64", overwrite=True)(model.output, results),
     )
     tiles = tflms_sft.SFT((2, 2), verbose=0)
-    for path, shape in zip(files[0], SHAPES, strict=True):
-        expected = model.predict(tf.constant([path]), verbose=0)
-        for callbacks in ([], [tiles]):
-            arguments = [tf.constant([path]), tf.constant([str(tmp_path / "result")])]
-            numbers = predictor.predict(arguments, verbose=0, callbacks=callbacks)
-            assert list(numbers) == [np.prod(shape) * 3]
-            assert_equal(zarr.open_array(tmp_path / "result")[...], expected[0])
-        assert tiles.predict_plan.segments
+    expected = [model.predict(tf.constant([path]), verbose=0)[0] for path in files[0]]
+    targets = [str(tmp_path / f"result{number}") for number in range(len(SHAPES))]
+    for callbacks in ([], [tiles]):
+        arguments = [tf.constant(files[0]), tf.constant(targets)]
+        numbers = predictor.predict(arguments, batch_size=1, verbose=0, callbacks=callbacks)
+        assert list(numbers) == [scores.size for scores in expected]
+        for path, scores in zip(targets, expected, strict=True):
+            assert_equal(zarr.open_array(path)[...], scores)
+    assert tiles.predict_plan.segments
 
 
 def test_budget_holds_for_the_largest_shape(files):
