@@ -12,8 +12,22 @@ import tifffile
 import zarr
 
 import tflms_sft
+from tflms_sft._sources import region_reads
 
 L = keras.layers
+
+
+def note_regions(monkeypatch):
+    """Return a list that receives the sizes of all regions that are read."""
+    sizes = []
+    read = region_reads.RegionReads._read
+
+    def noted(self, images, begin, size):
+        sizes.append(tuple(size.tolist()))
+        return read(self, images, begin, size)
+
+    monkeypatch.setattr(region_reads.RegionReads, "_read", noted)
+    return sizes
 
 
 def write_zarr(path, image, version=3, chunks=None, shards=None):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from equivalence import TOLERANCE
-from image_files import L, reader, write_images
+from image_files import L, note_regions, reader, write_images
 
 import tflms_sft
 from tflms_sft._sources import formats, region_reads
@@ -22,16 +22,7 @@ def double_precision():
 
 @pytest.fixture
 def reads(monkeypatch):
-    """Sizes of all regions that are read."""
-    sizes = []
-    read = region_reads.RegionReads._read
-
-    def noted(self, images, begin, size):
-        sizes.append(tuple(size.tolist()))
-        return read(self, images, begin, size)
-
-    monkeypatch.setattr(region_reads.RegionReads, "_read", noted)
-    return sizes
+    return note_regions(monkeypatch)
 
 
 def pixels(seed, *shape):

@@ -6,10 +6,9 @@ import pytest
 import tensorflow as tf
 import zarr
 from equivalence import TOLERANCE
-from image_files import L, write_images
+from image_files import L, note_regions, write_images
 
 import tflms_sft
-from tflms_sft._sources import region_reads
 
 SHAPES = ((40, 36), (24, 50), (40, 36), (33, 36))
 
@@ -67,16 +66,7 @@ def assert_equal(results, expected):
 
 @pytest.fixture
 def regions(monkeypatch):
-    """Sizes of all regions that are read."""
-    sizes = []
-    read = region_reads.RegionReads._read
-
-    def noted(self, images, begin, size):
-        sizes.append(tuple(size.tolist()))
-        return read(self, images, begin, size)
-
-    monkeypatch.setattr(region_reads.RegionReads, "_read", noted)
-    return sizes
+    return note_regions(monkeypatch)
 
 
 class Plans(keras.callbacks.Callback):

@@ -39,7 +39,7 @@ class BatchImages:
         self._readers: dict[tuple[int, int], Reader] = {}
 
     def use(self, batch: Any) -> list[Shape]:
-        """Look at another batch; return the shapes of its images, the batch size first, one for each known reader.
+        """Set the present batch; return the shapes of its images, the batch size first, one for each known reader.
 
         Args:
             batch: Arguments of the step in any structure: tensors, arrays, or specs of them.
@@ -49,11 +49,8 @@ class BatchImages:
 
     def shapes(self) -> list[Shape]:
         """Return the shapes of the images of the present batch, one for each known reader."""
-        found = []
-        for (position, _), reader in self._readers.items():
-            keys = self._batch[position]
-            found.append((len(keys), *reader.shape_in_files(keys)))
-        return found
+        keys_of_readers = [(reader, self._batch[position]) for (position, _), reader in self._readers.items()]
+        return [(len(keys), *reader.shape_in_files(keys)) for reader, keys in keys_of_readers]
 
     def shape(self, reader: Reader, keys: Any) -> Shape:
         """Return the shape of the images that a reader gets in the step that is traced now.
