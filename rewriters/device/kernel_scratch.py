@@ -43,8 +43,8 @@ L2_BYTES, L3_BYTES = 256 * 2**10, 30 * 2**20
 MAX_UNFOLDING_RATIO = 25
 """Unfolded entries per operand entry above which a 3-D kernel does not unfold."""
 
-_SC_LEVEL3_CACHE_SIZE = 194
-"""Number of the sysconf name in the C library; Python does not export it."""
+_SC_LEVEL2_CACHE_SIZE, _SC_LEVEL3_CACHE_SIZE = 191, 194
+"""Numbers of the sysconf names in the C library; Python does not export them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,6 +193,22 @@ def may_be_direct(node: Node) -> bool:
     return node.op in _VOLUMES - _FORWARD and _own(node)
 
 
+def row_bytes(node: Node) -> int:
+    """Return the bytes of a row of the image and of the output gradient that the kernel of a filter gradient reads.
+
+    Returns:
+        Bytes; 0 for kernels whose time does not depend on them: those of a GPU, those of TensorFlow's own, and oneDNN's
+            for windows of one pixel.
+    """
+    sizes = _filter_sizes(node)
+    if node.op not in _FILTER_GRADIENTS or sizes is None or math.prod(sizes[:-2]) == 1:
+        return 0
+    if not properties.name().startswith("CPU") or _own(node):
+        return 0
+    rows = (node.inputs[0].shape or ())[-2:], (node.inputs[2].shape or ())[-2:]
+    return sum(math.prod(int(size or 0) for size in row) for row in rows) * node.outputs[0][0].size
+
+
 def is_convolution(node: Node) -> bool:
     """Return whether an op is a forward convolution."""
     return node.op in _FORWARD
@@ -290,8 +306,18 @@ def unfolded_at_once(op: str, dtype: tf.DType, call: KernelShape, sizes: Sequenc
 @functools.cache
 def last_level_cache() -> int:
     """Return the bytes of the last-level cache that 3-D kernels assume: the machine's, or a default."""
-    num_bytes = 0
+    return _cache_bytes(_SC_LEVEL3_CACHE_SIZE) or 2 * 2**20
+
+
+@functools.cache
+def second_level_cache() -> int:
+    """Return the bytes of a core's second-level cache; 0 if they are unknown."""
+    return _cache_bytes(_SC_LEVEL2_CACHE_SIZE)
+
+
+def _cache_bytes(name: int) -> int:
+    """Return the size of a cache by its sysconf name; 0 if it is unknown."""
     if sys.platform == "linux":  # The number means something else in other C libraries.
         with contextlib.suppress(OSError, ValueError):
-            num_bytes = os.sysconf(_SC_LEVEL3_CACHE_SIZE)
-    return num_bytes if num_bytes > 0 else 2 * 2**20
+            return max(os.sysconf(name), 0)
+    return 0

@@ -3,7 +3,7 @@
 The time of an op is the sum of:
 
 - its call;
-- its arithmetic;
+- its arithmetic, slower for filter gradients of images whose rows exceed a cache;
 - memory that it reads and writes;
 - windows that its kernel copies (im2col);
 - first touches of newly mapped memory.
@@ -38,7 +38,9 @@ from rewriters.device.kernel_scratch import (
     is_convolution,
     is_direct,
     may_be_direct,
+    row_bytes,
     scratch_bytes,
+    second_level_cache,
     unfolds,
     window_bytes,
 )
@@ -71,6 +73,8 @@ class MachineRates:
     Attributes:
         flops: Floating point operations, by op type; `""` is for all others.
         float64_slowdown: Time of an operation in float64 over that in other types.
+        long_row_slowdown: Time of the filter gradient of a convolution over that with short rows, where rows of the
+            image and of the output gradient have at least twice the bytes of the second-level cache.
         touched: Bytes read and written, by op type; `""` is for all others.
         weights: Bytes of weights or weight gradients of an op that counts arithmetic. Kernels copy them into a layout
             of their own in every call.
@@ -99,6 +103,7 @@ class MachineRates:
     disk_write: float = 1e9
     disk_read: float = 1e9
     float64_slowdown: float = 1.0
+    long_row_slowdown: float = 1.0
 
     def swapped(self, seconds: float, out: int, back: int, to_disk: bool) -> float:
         """Return the seconds of a step with swaps.
@@ -155,6 +160,7 @@ class _Work:
         other_bytes: Bytes of all other tensors: weights and their gradients, reductions.
         call: Shape of the kernel call, if the kernel copies windows.
         result_bytes: Bytes of each image result with memory of its own.
+        row_bytes: Bytes of a row of the images, if the time of the kernel depends on them.
     """
 
     flops: float
@@ -162,6 +168,7 @@ class _Work:
     other_bytes: int
     call: KernelShape | None
     result_bytes: tuple[int, ...]
+    row_bytes: float
 
 
 class CostModel:
@@ -208,11 +215,12 @@ class CostModel:
     def lower_bound(self) -> CostModel:
         """Cost model whose times no loop with as many iterations or more falls below.
 
-        More iterations mostly take longer. They may take less time in three cases:
+        More iterations mostly take longer. They may take less time in four cases:
 
         - Results become too small for newly mapped memory.
         - Tiles have so few pixels that a kernel for volumes unfolds them.
         - Tiles have so few images that both gradients of a convolution leave cores idle.
+        - Rows of tiles are so short that they fit the second-level cache.
         """
         return LowerBoundCost(self)
 
@@ -285,7 +293,8 @@ class CostModel:
             image_bytes = max(work.image_bytes + work.other_bytes - other_bytes, 0)
             coverage = _coverage(self.analysis, tile_loop, node)
             call = None if work.call is None else self._iteration_call(work.call, tile_loop, coverage)
-            iteration = _Work(work.flops, image_bytes, other_bytes, call, work.result_bytes)
+            row = work.row_bytes * _width_fraction(self.analysis, tile_loop, node) if work.row_bytes else 0.0
+            iteration = _Work(work.flops, image_bytes, other_bytes, call, work.result_bytes, row)
             cached[node] = iteration, coverage / self._num_iterations(tile_loop)
         return cached[node]
 
@@ -312,11 +321,17 @@ class CostModel:
         first_touch = sum_in_order(self._first_touch(fraction * size) for size in work.result_bytes)
         if not work.flops:
             return seconds + work.other_bytes / _rate(rates.touched, node.kernel) + first_touch
-        slowdown = rates.float64_slowdown if node.outputs[0][0].name == "float64" else 1.0
+        slowdown = rates.float64_slowdown if node.outputs[0][0].name == "float64" else self._row_slowdown(work)
         seconds += slowdown * fraction * work.flops / _rate(rates.flops, node.kernel) + work.other_bytes / rates.weights
         if work.call is not None:
             seconds += self._windows(node, work.call)
         return seconds + first_touch
+
+    def _row_slowdown(self, work: _Work) -> float:
+        """Return the time of an op over that with short rows. It grows from one cache size to two."""
+        cache = second_level_cache()
+        excess = min(max(work.row_bytes / cache - 1, 0.0), 1.0) if cache else 0.0
+        return 1 + (self.rates.long_row_slowdown - 1) * excess
 
     def _windows(self, node: Node, call: KernelShape) -> float:
         """Return the seconds to copy windows, block by block, into one buffer."""
@@ -368,7 +383,7 @@ class CostModel:
 
     def _full_size_work(self, node: Node) -> _Work:
         if properties.forwards_input_buffer(node) or not properties.allocates(node) or reads_shape_only(node):
-            return _Work(0.0, 0, 0, None, ())
+            return _Work(0.0, 0, 0, None, (), 0)
         analysis, batch = self.analysis, self.batch
         flops, weights = 0.0, list[Tensor]()
         with contextlib.suppress(NotTileableError):
@@ -382,7 +397,7 @@ class CostModel:
         results = [] if self._runs_in_place(node) else touched[len(node.inputs) :]
         result_bytes = tuple(size for size, is_image in results if is_image)
         copies_windows = flops and window_bytes(node, call)
-        return _Work(flops, image_bytes, other_bytes, call if copies_windows else None, result_bytes)
+        return _Work(flops, image_bytes, other_bytes, call if copies_windows else None, result_bytes, row_bytes(node))
 
     def _runs_in_place(self, node: Node) -> bool:
         """Return whether an op's kernel writes into the buffer of an operand without another consumer."""
@@ -396,7 +411,8 @@ class LowerBoundCost(CostModel):
     """Implements `CostModel.lower_bound`."""
 
     def __init__(self, costs: CostModel) -> None:
-        super().__init__(costs.analysis, costs.batch, dataclasses.replace(costs.rates, first_touch=math.inf))
+        rates = dataclasses.replace(costs.rates, first_touch=math.inf, long_row_slowdown=1.0)
+        super().__init__(costs.analysis, costs.batch, rates)
         self._work, self._iterations = costs._work, costs._iterations
         self.gradient_pairs = costs.gradient_pairs
 
@@ -458,6 +474,13 @@ def _coverage(analysis: GraphAnalysis, tile_loop: TileLoop, node: Node) -> float
         extent = analysis.view(node).extent(tensor, axis)
         result *= float(rows.size.sum()) / extent
     return result
+
+
+def _width_fraction(analysis: GraphAnalysis, tile_loop: TileLoop, node: Node) -> float:
+    """Return the length of the longest row of a tile that a filter gradient reads, over that of the image."""
+    rows = tile_loop.plans[node][-1].needs[0]
+    extent = analysis.view(node).extent(node.inputs[0], len(tile_loop.plans[node]) - 1)
+    return 1.0 if rows is None else float(rows.size.max()) / extent
 
 
 def num_fitted(tile_loop: TileLoop) -> int:

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from rewriters.device import properties
-from rewriters.device.kernel_scratch import KernelShape, unfolded_at_once
+from rewriters.device.kernel_scratch import KernelShape, second_level_cache, unfolded_at_once
 from rewriters.estimates.op_cost import DIRECT, NOMINAL, MachineRates
 from rewriters.swapping.spill_store import SpillStore, reason_unsupported
 
@@ -82,6 +82,7 @@ def measured_rates() -> MachineRates:
             overlapped=_is_accelerator(),
             disk_write=write,
             disk_read=read,
+            long_row_slowdown=_long_row_slowdown(),
         )
 
 
@@ -368,6 +369,31 @@ def _volumes(volumes: int, channels: int) -> list[_Contraction]:
         copied = windows if unfolds or op != "Conv3D" else 0
         contractions.append(_Contraction(kernel, run, flops, moved, copied, mapped))
     return contractions
+
+
+LONG_ROWS, SHORT_ROWS = 4, 0.5
+"""Bytes of a row of the image and of the output gradient, over those of the second-level cache."""
+
+
+def _long_row_slowdown() -> float:
+    """Return the time of a filter gradient with long rows over that with short ones."""
+    if properties.unfolds_convolutions() or _is_accelerator() or not second_level_cache():
+        return 1.0
+    best = {LONG_ROWS: math.inf, SHORT_ROWS: math.inf}
+    for _ in range(PASSES):
+        for length in best:
+            best[length] = min(best[length], _seconds(_filter_gradient(length)))
+    return max(best[LONG_ROWS] / best[SHORT_ROWS], 1.0)
+
+
+def _filter_gradient(length: float) -> Callable[[], Any]:
+    """Return a filter gradient of an image of some size, with rows of `length` times the second-level cache."""
+    channels, longest = 64, round(LONG_ROWS * second_level_cache() / (2 * 64 * tf.float32.size))
+    width = round(longest * length / LONG_ROWS)
+    x = tf.random.uniform((1, 8 * longest // width, width, channels))
+    return lambda: tf.raw_ops.Conv2DBackpropFilter(
+        input=x, filter_sizes=(3, 3, channels, channels), out_backprop=x, strides=[1, 1, 1, 1], padding="SAME"
+    )
 
 
 def _product() -> _Contraction:
