@@ -122,6 +122,61 @@ def test_cost_large_results_include_first_touch():
     assert one_op("BiasAdd", slow)[0][0] == one_op("BiasAdd", NOMINAL)[0][0]
 
 
+@pytest.fixture
+def onednn(monkeypatch):
+    """Plan for kernels of oneDNN, as by default outside of tests."""
+    monkeypatch.setattr(properties, "unfolds_convolutions", lambda: False)
+    monkeypatch.setattr(properties, "onednn_computes", lambda dtype: True)
+
+
+def row_of(node):
+    """Return the bytes of a row of the image and of the gradient that a filter gradient reads."""
+    numbers = sum(math.prod(operand.shape[-2:]) for operand in (node.inputs[0], node.inputs[2]))
+    return numbers * node.outputs[0][0].size
+
+
+def long_rows(num_bytes):
+    return changed(long_row_bytes=num_bytes, long_row_slowdown=3.0)
+
+
+@pytest.mark.parametrize(("times", "slowdown"), [(1.0, 1.0), (1.5, 2.0), (2.0, 3.0), (50.0, 3.0)])
+def test_filter_gradients_of_long_rows_are_slower(onednn, times, slowdown):
+    analysis, _ = tile_loops(two(3), (1, 1))
+    nodes = [node for node in analysis.order if node.op == "Conv2DBackpropFilter"]
+    assert len(nodes) == 2
+    for node in nodes:
+        plain, slow = (CostModel(analysis, IMAGES, r).op(node) for r in (NOMINAL, long_rows(row_of(node) / times)))
+        pixels = math.prod(node.inputs[2].shape[1:3]) * IMAGES
+        arithmetic = 2 * math.prod(node.out().shape) * pixels / 1e11
+        assert slow - plain == pytest.approx((slowdown - 1) * arithmetic, rel=1e-6, abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("op", "body"), [("Conv2D", two(3)), ("Conv2DBackpropInput", two(3)), ("Conv2DBackpropFilter", two(1))]
+)
+def test_other_ops_of_long_rows_are_as_fast(onednn, op, body):
+    slow, plain = ([seconds for seconds, _ in one_op(op, rates, body)] for rates in (long_rows(1), NOMINAL))
+    assert slow == plain and plain
+
+
+@pytest.mark.skipif(not properties.unfolds_convolutions(), reason="oneDNN computes the gradients")
+def test_filter_gradients_of_other_kernels_do_not_depend_on_rows():
+    op = "Conv2DBackpropFilter"
+    assert [seconds for seconds, _ in one_op(op, long_rows(1))] == [seconds for seconds, _ in one_op(op, NOMINAL)]
+
+
+@pytest.mark.parametrize(("grid", "is_slower"), [((5, 1), True), ((1, 5), False)])
+def test_narrow_tiles_have_short_rows(onednn, grid, is_slower):
+    """Two columns of ten, with a halo of at most three."""
+    analysis, loops = tile_loops(two(3), grid)
+    gradients = [node for node in loops[-1].body if node.op == "Conv2DBackpropFilter"]
+    assert len(gradients) == 2
+    for node in gradients:
+        plain, slow = (CostModel(analysis, IMAGES, r) for r in (NOMINAL, long_rows(0.6 * row_of(node))))
+        assert (slow.op_in_loop(loops[-1], node) > plain.op_in_loop(loops[-1], node)) is is_slower
+        assert slow.lower_bound.op_in_loop(loops[-1], node) == plain.lower_bound.op_in_loop(loops[-1], node)
+
+
 def test_cost_small_results_have_no_first_touch():
     analysis, loops = tile_loops(two(3), (4, 1), 4)
     conv_ = next(node for node in loops[0].body if node.op == "Conv2D")
@@ -357,3 +412,11 @@ def test_accelerator_starts_ops_while_it_computes():
     for call, together in ((alone / 2, alone), (3 * alone, 3 * alone)):
         assert CostModel(analysis, IMAGES, changed(call=call)).op(first) == pytest.approx(alone + call)
         assert CostModel(analysis, IMAGES, changed(call=call, overlapped=True)).op(first) == pytest.approx(together)
+
+
+def test_time_with_files_waits_for_reads_and_overlaps_writes():
+    rates = changed(copied=100.0, disk_write=10.0, disk_read=20.0)
+    assert rates.with_files(5.0, written=200, read=400, to_disk=False) == pytest.approx(5 + (200 + 400) / 100)
+    written, read = 200 / 10, 400 / 20
+    assert rates.with_files(5.0, 200, 400, to_disk=True) == pytest.approx(written + 200 / 100 + 400 / 100 + read)
+    assert rates.with_files(50.0, 200, 400, to_disk=True) == pytest.approx(50 + 200 / 100 + 400 / 100 + read)

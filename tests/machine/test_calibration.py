@@ -212,7 +212,28 @@ def test_measured_rates_are_plausible(monkeypatch):
     assert {"", "Conv2D", "Conv2DBackpropInput", "Conv2DBackpropFilter", "Conv3D"} <= set(rates.flops)
     assert all(1e7 < rate < 1e16 for rate in (*rates.flops.values(), *rates.touched.values(), rates.weights))
     assert all(1e5 < rate for rate in (rates.disk_write, rates.disk_read, rates.copied))
+    assert 1 <= rates.long_row_slowdown < 100 and rates.long_row_bytes >= 2**14
     assert rates.flops["Conv2D"] > rates.flops["DepthwiseConv2dNative"], "which does little with what it reads"
+
+
+def test_slowdown_of_long_rows_leaves_out_memory_time(monkeypatch):
+    """Images of equal size, of which the one with long rows takes 0.3 s, 0.1 s of it for its memory."""
+    cache, images = 2**13, []
+    monkeypatch.setattr(rate_benchmarks.properties, "unfolds_convolutions", lambda: False)
+    monkeypatch.setattr(rate_benchmarks, "second_level_cache", lambda: cache)
+
+    def seconds(run):
+        (image,) = run.args
+        run()
+        images.append(image.shape)
+        return 0.3 if image.shape[2] * image.shape[3] * 4 * 2 > cache else 0.2
+
+    monkeypatch.setattr(rate_benchmarks, "_seconds", seconds)
+    size = 8 * rate_benchmarks.LONG_ROWS * cache
+    assert rate_benchmarks._long_row_slowdown(size / 0.1) == pytest.approx(2.0)
+    assert {math.prod(shape) * 4 * 2 for shape in images} == {size}
+    monkeypatch.setattr(rate_benchmarks.properties, "unfolds_convolutions", lambda: True)
+    assert rate_benchmarks._long_row_slowdown(1.0) == 1.0, "these kernels do not depend on rows"
 
 
 def test_child_process_measures_with_threads_of_parent(monkeypatch, tmp_path):

@@ -215,7 +215,7 @@ def _read(path: Path) -> tuple[MachineRates, float]:
     values["first_touch"] = values["first_touch"] or math.inf
     busy = float(values.pop("busy", 0.0))
     rates = MachineRates(**values)
-    numbers = [rates.weights, rates.first_touch, rates.copied, rates.disk_write, rates.disk_read]
+    numbers = [rates.weights, rates.first_touch, rates.copied, rates.disk_write, rates.disk_read, rates.long_row_bytes]
     for rates_by_op in (rates.flops, rates.touched, rates.unfolded):
         numbers += rates_by_op.values()
     if "" not in rates.flops or "" not in rates.touched or not all(number > 0 for number in numbers):

@@ -82,7 +82,8 @@ def measured_rates() -> MachineRates:
             overlapped=_is_accelerator(),
             disk_write=write,
             disk_read=read,
-            long_row_slowdown=_long_row_slowdown(),
+            long_row_bytes=second_level_cache() or NOMINAL.long_row_bytes,
+            long_row_slowdown=_long_row_slowdown(touched[""]),
         )
 
 
@@ -375,24 +376,36 @@ LONG_ROWS, SHORT_ROWS = 4, 0.5
 """Bytes of a row of the image and of the output gradient, over those of the second-level cache."""
 
 
-def _long_row_slowdown() -> float:
-    """Return the time of a filter gradient with long rows over that with short ones."""
+def _long_row_slowdown(touched: float) -> float:
+    """Return the time of the arithmetic of a filter gradient with long rows over that with short ones.
+
+    Args:
+        touched: Bytes read and written per second.
+    """
     if properties.unfolds_convolutions() or _is_accelerator() or not second_level_cache():
         return 1.0
     best = {LONG_ROWS: math.inf, SHORT_ROWS: math.inf}
     for _ in range(PASSES):
         for length in best:
-            best[length] = min(best[length], _seconds(_filter_gradient(length)))
+            x = _image_with_rows(round(length * second_level_cache()))
+            seconds = _seconds(functools.partial(_filter_gradient, x))
+            best[length] = min(best[length], max(seconds - 2 * _num_bytes([x]) / touched, 0.2 * seconds))
     return max(best[LONG_ROWS] / best[SHORT_ROWS], 1.0)
 
 
-def _filter_gradient(length: float) -> Callable[[], Any]:
-    """Return a filter gradient of an image of some size, with rows of `length` times the second-level cache."""
-    channels, longest = 64, round(LONG_ROWS * second_level_cache() / (2 * 64 * tf.float32.size))
-    width = round(longest * length / LONG_ROWS)
-    x = tf.random.uniform((1, 8 * longest // width, width, channels))
-    return lambda: tf.raw_ops.Conv2DBackpropFilter(
-        input=x, filter_sizes=(3, 3, channels, channels), out_backprop=x, strides=[1, 1, 1, 1], padding="SAME"
+def _image_with_rows(row_bytes: int) -> Any:
+    """Return an image of which two rows have some bytes, and which is as large as one with eight long rows."""
+    channels = 64
+    width = max(row_bytes // (2 * channels * tf.float32.size), 1)
+    height = 8 * LONG_ROWS * second_level_cache() // row_bytes
+    return tf.random.uniform((1, height, width, channels))
+
+
+def _filter_gradient(x: Any) -> Any:
+    """Run the filter gradient of a convolution with equal input and output gradient."""
+    sizes = (3, 3, x.shape[-1], x.shape[-1])
+    return tf.raw_ops.Conv2DBackpropFilter(
+        input=x, filter_sizes=sizes, out_backprop=x, strides=[1, 1, 1, 1], padding="SAME"
     )
 
 
