@@ -10,7 +10,7 @@ import tensorflow as tf
 from image_files import L, reader, write_images
 
 import tflms_sft
-from tflms_sft._sources import formats, region_reads
+from tflms_sft._sources import formats, open_images, region_reads
 
 SHAPE = (40, 36, 3)
 
@@ -139,8 +139,8 @@ def test_rewritten_steps_raise_the_error_of_the_read(tmp_path):
 
 
 def reads_of(image):
-    spec = region_reads.ImageSpec(lambda path: formats.ArraySource(image), lambda path: (), image.shape, image.dtype)
-    return region_reads.RegionReads(spec, None)
+    spec = open_images.ImageSpec(lambda path: formats.ArraySource(image), lambda path: (), image.shape, image.dtype)
+    return region_reads.RegionReads(open_images.OpenImages(spec), None)
 
 
 KEYS = np.array([b"image"], object)
@@ -169,17 +169,24 @@ def test_region_read_ahead_for_another_tile_is_dropped():
 
 def test_error_ahead_is_raised_when_the_region_is_needed(failing):
     image = pixels(0, 8, 8, 1)
-    spec = region_reads.ImageSpec(lambda path: failing(image), lambda path: (), image.shape, image.dtype)
-    reads, size = region_reads.RegionReads(spec, None), np.array([1, 4, 8, 1])
+    spec = open_images.ImageSpec(lambda path: failing(image), lambda path: (), image.shape, image.dtype)
+    reads, size = region_reads.RegionReads(open_images.OpenImages(spec), None), np.array([1, 4, 8, 1])
     failing.fails_at = 2
     reads(KEYS, np.array([0, 0, 0, 0]), size, np.array([0, 4, 0, 0]), size)
     with pytest.raises(tflms_sft.ImageReadError, match=r"region \[4:8, 0:8, 0:1\]"):
         reads(KEYS, np.array([0, 4, 0, 0]), size, np.array([0, 0, 0, 0]), 0 * size)
 
 
-def test_few_images_stay_open():
-    image = pixels(0, 8, 8, 1)
-    reads, size = reads_of(image), np.array([1, 8, 8, 1])
-    for number in range(2 * region_reads.MAX_OPEN_IMAGES):
-        reads(np.array([str(number).encode()], object), 0 * size, size, 0 * size, 0 * size)
-    assert len(reads._images) == region_reads.MAX_OPEN_IMAGES
+@pytest.mark.parametrize("has_several_shapes", [False, True])
+def test_few_images_stay_open(has_several_shapes):
+    def opened(path):
+        return formats.ArraySource(pixels(0, 8, 8 + has_several_shapes * int(path), 1))
+
+    images = open_images.OpenImages(open_images.ImageSpec(opened, lambda path: (), (8, None, 1), np.dtype("uint8")))
+    reads = region_reads.RegionReads(images, None)
+    for number in range(2 * open_images.MAX_OPEN_IMAGES):
+        key = str(number).encode()
+        shape = reads.shape([key])
+        size = np.array([1, *shape])
+        reads.of_shape(shape)(np.array([key], object), 0 * size, size, 0 * size, 0 * size)
+    assert len(images._images) == open_images.MAX_OPEN_IMAGES

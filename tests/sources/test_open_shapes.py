@@ -9,6 +9,7 @@ from equivalence import TOLERANCE
 from image_files import L, note_regions, write_images
 
 import tflms_sft
+from tflms_sft._sources.open_shapes import UnknownSizes
 
 SHAPES = ((40, 36), (24, 50), (40, 36), (33, 36))
 
@@ -176,7 +177,7 @@ def test_rewritten_step_is_for_the_shape_of_its_example(files, step_of):
     assert step.plan.segments
     results = {name: float(value) for name, value in step(*first).items()}
     assert results == pytest.approx(expected, rel=TOLERANCE)
-    text = r"it has the shape \(24, 50(, 3)?\), expected \(40, 36(, 3)?\). The step is planned for one shape"
+    text = r"it has the shape \(24, 50(, 3)?\), but the step is planned for \(40, 36(, 3)?\). Call `tflms_sft.rewrite`"
     with pytest.raises(tflms_sft.ImageReadError, match=text):
         step(*second)
 
@@ -188,13 +189,114 @@ def test_step_of_a_model_is_verified(files):
 
 def test_shape_must_be_known_where_it_cannot_be_looked_up(files, step_of):
     step = step_of(make_model())
-    with pytest.raises(tflms_sft.RewriteError, match="(?s)unknown when the step is planned.*example arguments"):
+    with pytest.raises(tflms_sft.RewriteError, match="no files are known when the step is traced. Pass example paths"):
         tflms_sft.rewrite(step, tflms_sft.SFTParams((2, 2)))
     with pytest.raises(tflms_sft.RewriteError, match=r"is unknown: \(1, None, None.*Give the `ImageReader`"):
         tflms_sft.rewrite(step.get_concrete_function(), tflms_sft.SFTParams((2, 2)))
-    with pytest.raises(tflms_sft.RewriteError, match="is unknown when the step is planned"):
+    with pytest.raises(tflms_sft.RewriteError, match="no files are known .*not with `steps_per_execution`"):
         # Two batches in one execution would need one shape.
         trained(make_model(steps_per_execution=2), files, [tflms_sft.SFT((2, 2), verbose=0)])
+
+
+def test_batches_of_several_sizes_alternate(files):
+    """The plan of a batch of two images serves one image of the same shape."""
+    paths = [tf.constant([names[0], names[2]]) for names in files]  # Of one shape.
+    batches = [[names[:count] for names in paths] for count in (2, 1, 2, 1)]
+    expected = make_model()
+    losses = [expected.train_on_batch(*batch)[0] for batch in batches]
+    model = make_model()
+    with tflms_sft.budget(model, 700_000, verbose=0) as budget:
+        assert [model.train_on_batch(*batch)[0] for batch in batches] == pytest.approx(losses, rel=TOLERANCE)
+        assert budget.plan.segments and len(budget._planned) == 1
+
+
+def test_step_that_fits_is_traced_once(files, monkeypatch):
+    traces = []
+    largest_first = [[paths[number] for number in (0, 3, 0)] for paths in files]
+    model = make_model()
+    step = model.train_step
+    model.train_step = lambda data: traces.append(data) or step(data)
+    plans = Plans(callback := tflms_sft.MemoryBudget("1GiB", verbose=0))
+    model.fit(data_of(largest_first), shuffle=False, verbose=0, callbacks=[callback, plans])
+    assert not callback.plan.segments and len({id(plan) for plan in plans.found}) == 1
+    assert len(traces) == 2, "for the first image, and for any"
+
+
+@pytest.mark.parametrize("keywords", [False, True])
+def test_arguments_in_any_order(files, keywords):
+    model = make_model()
+    model.optimizer.build(model.trainable_variables)
+
+    @tf.function(autograph=False)
+    def step(paths, scale, *, masks):
+        return model.train_step((paths, masks))["loss"] * scale
+
+    images, masks = (tf.constant([paths[1]]) for paths in files)
+    arguments = {"masks": masks, "paths": images, "scale": tf.constant(2.0, "float64")}
+    positional = [] if keywords else [arguments.pop("paths"), arguments.pop("scale")]
+    expected = float(make_model().train_on_batch(images, masks)[0])
+    fast = tflms_sft.rewrite(step, tflms_sft.SFTParams((2, 2)), *positional, **arguments)
+    assert fast.plan.segments
+    assert float(fast(*positional, **arguments)) == pytest.approx(2 * expected, rel=TOLERANCE)
+
+
+def test_method_of_a_class(files):
+    model = make_model()
+    model.optimizer.build(model.trainable_variables)
+
+    class Trainer:
+        @tf.function(autograph=False)
+        def step(self, masks, paths):
+            return model.train_step((paths, masks))["loss"]
+
+    images, masks = (tf.constant([paths[1]]) for paths in files)
+    fast = tflms_sft.rewrite(Trainer().step, tflms_sft.SFTParams((2, 2)), masks, images)
+    expected = float(make_model().train_on_batch(images, masks)[0])
+    assert fast.plan.segments and float(fast(masks, images)) == pytest.approx(expected, rel=TOLERANCE)
+
+
+def test_paths_that_the_step_computes_are_refused(files):
+    reader = tflms_sft.ImageReader("zarr", (None, None, 3))
+    call = tf.function(lambda paths: reader(paths), autograph=False)
+    steps = [
+        lambda masks, paths: tf.reduce_sum(reader(tf.strings.join([paths, ""]))),
+        # A nested function has arguments of its own, and keeps its trace for other shapes.
+        lambda masks, paths: tf.reduce_sum(call(paths)),
+    ]
+    for step in steps:
+        with pytest.raises(tflms_sft.RewriteError, match="computed in the step, or in a function that the step calls"):
+            batch = (tf.constant([paths[0]]) for paths in files[::-1])
+            tflms_sft.rewrite(tf.function(step, autograph=False), tflms_sft.SFTParams((2, 2)), *batch)
+
+
+def test_images_and_labels_of_a_batch_are_not_held():
+    unknown_sizes = UnknownSizes()
+    image, paths = tf.zeros((1, 40, 40, 3)), tf.constant(["a"])
+    unknown_sizes.set_arguments((image, paths))
+    assert image.ref() not in {each.ref() for each in unknown_sizes._arguments if each is not None}
+    assert unknown_sizes.shapes() == []
+
+
+def test_keys_of_a_reader_are_a_vector(tmp_path):
+    reader = tflms_sft.ImageReader("zarr", (None, None, 3))
+    with pytest.raises(ValueError, match=r"`keys` must have the shape \(batch,\). Received: keys='a.zarr'"):
+        reader.shape_in_files("a.zarr")
+    with pytest.raises(tflms_sft.ImageReadError, match="must have one shape. Received: no images"):
+        reader.shape_in_files([])
+
+
+def test_remedy_names_the_argument(tmp_path):
+    (path,) = write_images(tmp_path, "zarr", pixels(0, 1, 20, 24, 3), "image")
+    remedies = {
+        ((24, 20, 3), None): "Pass the order of its dimensions as `axes`",
+        ((20, 24, 3, 2), None): "Pass a `shape` with a size for each dimension",
+        ((16, 16, 3), None): "Pass a `shape` with None for sizes that differ",
+        ((16, 16, 3), tflms_sft.RandomView(flips=(0,))): "A reader with a `view` needs files of one shape",
+    }
+    for (shape, view), remedy in remedies.items():
+        reader = tflms_sft.ImageReader("zarr", shape, view=view)
+        with pytest.raises(tflms_sft.ImageReadError, match=remedy):
+            reader.shape_in_files([path])
 
 
 def test_other_sizes_and_types_are_refused(tmp_path):

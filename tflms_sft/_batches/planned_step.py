@@ -28,8 +28,9 @@ class PlannedStep:
     """The step for batches of one size.
 
     Attributes:
-        shapes: Shapes of the tensors of its first batch, and of images in files that it names; empty before these are
-            known.
+        shapes: Shapes of the tensors of its first batch; empty before these are known.
+        image_shapes: Shapes of the images in files that its first batch names, for each reader of unknown sizes; empty
+            before the first trace.
         function: The model's compiled function that runs the step on the batches of an iterator.
         importers: Rewritten steps by signature, each with the specs that it holds for.
         is_open: Whether the step is not rewritten, and traced for any size.
@@ -41,12 +42,13 @@ class PlannedStep:
         has_peeked: Whether a batch has been fetched for that measurement.
         is_replanned: Whether the plan is corrected by the measured peak of an earlier one.
         excess: Peak of a later step that exceeded the budget.
-        correction: Measured peak over the predicted peak of an earlier plan; `None` before there is one.
-        correction_before: Correction of the plan that is discarded because of such an excess.
+        correction: Measured peak over the predicted peak of the previous plan; `None` before there is one.
+        correction_before: Correction of the plan that was discarded because a later step exceeded the budget.
         keeps_plan: Whether no corrected plan fits, so that this one stays.
     """
 
     shapes: Shapes = ()
+    image_shapes: Shapes = ()
     function: Any = None
     importers: dict[Any, tuple[StepImporter, Any]] = dataclasses.field(default_factory=dict)
     is_open: bool = False
@@ -81,33 +83,38 @@ class PlannedStep:
             self._on_batch = traced.get_concrete_function()  # Calls do not count as retracing of one function.
         return self._on_batch(*tf.nest.flatten(batches.first))
 
-    def add_image_shapes(self, shapes: Shapes) -> None:
-        """Add the shapes of images in files, which are known from the first trace on."""
-        if shapes and [*self.shapes[-len(shapes) :]] != [*shapes]:
-            self.shapes = [*self.shapes, *shapes]
-
     def use(self, function: Any) -> None:
         """Run another compiled function from now on."""
         self.function, self._on_batch = function, None
 
-    def holds_for(self, shapes: Shapes) -> bool:
-        """Tell whether a batch with these shapes can be trained by this step.
+    @property
+    def all_shapes(self) -> Shapes:
+        """Shapes of the tensors of its first batch, and of the images in files that it names."""
+        return [*self.shapes, *self.image_shapes]
 
-        A plan for a budget holds for fewer samples, and a step that is traced for any size keeps the budget with
-        smaller ones.
+    def holds_for(self, shapes: Shapes, image_shapes: Shapes = ()) -> bool:
+        """Return whether this step can train a batch.
+
+        With a budget, the batch must not have more samples than planned. A rewritten step needs equal sizes of images.
+        A step that is not rewritten keeps the budget with smaller images, too.
+
+        Args:
+            shapes: Shapes of the tensors of the batch.
+            image_shapes: Shapes of the images in files that the batch names.
         """
-        if [len(shape) for shape in shapes] != [len(shape) for shape in self.shapes]:
+        shapes = [*shapes, *image_shapes]
+        if [len(shape) for shape in shapes] != [len(shape) for shape in self.all_shapes]:
             return False
         if self.plan is not None and self.batch_limit is not None and _num_samples(shapes) > self.plan.batch:
             return False
-        pairs = [pair for a, b in zip(shapes, self.shapes, strict=True) for pair in zip(a[1:], b[1:], strict=True)]
+        pairs = [pair for a, b in zip(shapes, self.all_shapes, strict=True) for pair in zip(a[1:], b[1:], strict=True)]
         if self.is_open:
             return all(size <= planned for size, planned in pairs)
         return all(size == planned for size, planned in pairs)
 
     def shape_text(self) -> str:
         """Return the shape of the tensor of the highest rank, such as `4x24x24x3`."""
-        return "x".join(map(str, _largest(self.shapes)))
+        return "x".join(map(str, _largest(self.all_shapes)))
 
     def discard(self) -> None:
         """Forget the plan, so that the next step is planned again."""
@@ -137,3 +144,9 @@ def shapes_of(batch: Any) -> Shapes:
     """Return the shapes of the tensors or arrays of a batch; `()` for one whose size is not known."""
     shapes = (tf.TensorShape(getattr(leaf, "shape", ())) for leaf in tf.nest.flatten(batch))
     return [tuple(shape) if shape.is_fully_defined() else () for shape in shapes]
+
+
+def with_sizes(spec: tf.TensorSpec, shape: tuple[int, ...]) -> tf.TensorSpec:
+    """Return a spec with the sizes of `shape` where its own are unknown, the batch size aside."""
+    inner = [size if own is None else own for own, size in zip(spec.shape[1:], shape[1:], strict=True)]
+    return tf.TensorSpec([spec.shape[0], *inner], spec.dtype)

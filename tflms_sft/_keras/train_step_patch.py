@@ -39,7 +39,7 @@ from tflms_sft._batches.batch_limits import (
     require_batch_size,
 )
 from tflms_sft._batches.first_batches import PeekedBatches, can_peek, varies_in_size
-from tflms_sft._batches.planned_step import PlannedStep, Shapes, shapes_of
+from tflms_sft._batches.planned_step import PlannedStep, Shapes, shapes_of, with_sizes
 from tflms_sft._cluster.worker_watch import workers_watched
 from tflms_sft._keras.messages import (
     MANY_SIZES,
@@ -62,10 +62,9 @@ from tflms_sft._report.plan import Plan, amend_plan
 from tflms_sft._report.plan_records import Measurement
 from tflms_sft._rewrite.measure import watch_tier
 from tflms_sft._rewrite.rewrite import rewrite_traced
-from tflms_sft._sources.open_shapes import BatchImages, has_open_readers, traced_for
+from tflms_sft._sources.open_shapes import UnknownSizes, has_unknown_sizes
 from tflms_sft._sources.region_reads import read_errors
-from tflms_sft._trace.layer_names import recorded_layers
-from tflms_sft._trace.step_tracing import check_image_sizes, keras_function
+from tflms_sft._trace.step_tracing import keras_function, trace_keras_step
 from tflms_sft._util.progress import Stopwatch, told_if_slow
 
 
@@ -115,7 +114,7 @@ class StepPatch:
         self._now = PlannedStep()
         self._planned = [self._now]
         self._selects_size = False
-        self._images = BatchImages()
+        self._unknown_sizes = UnknownSizes()
         self._saved_attributes: dict[str, Any] = {}
         self._jit_compile: Any = None
         self._patched_function: Any = None
@@ -410,24 +409,25 @@ class StepPatch:
 
     def _has_open_sizes(self, iterator: Any) -> bool:
         """Tell whether each batch of a data set is looked at, since it may have a size and a plan of its own."""
-        return self._can_select_size and (varies_in_size(iterator) or has_open_readers(self.model))
+        return self._can_select_size and (varies_in_size(iterator) or has_unknown_sizes(self.model))
 
     def _select_size(self, batch: Any) -> None:
         """Continue with the step for the size of a batch. It is planned when it runs for the first time."""
         if not self._can_select_size:
             return
-        shapes = [*shapes_of(batch), *self._images.use(batch)]
+        self._unknown_sizes.set_arguments(batch)
+        shapes, image_shapes = shapes_of(batch), self._unknown_sizes.shapes()
         self._selects_size = True
         if not self._now.shapes:
             self._now.shapes = shapes
-        if self._now.holds_for(shapes):
+        if self._now.holds_for(shapes, image_shapes):
             return
-        fitting = (planned for planned in self._planned if planned.holds_for(shapes))
-        self._now = next(fitting, None) or self._for_new_size(shapes)
+        fitting = (planned for planned in self._planned if planned.holds_for(shapes, image_shapes))
+        self._now = next(fitting, None) or self._for_new_size(shapes, image_shapes)
 
-    def _for_new_size(self, shapes: Shapes) -> PlannedStep:
+    def _for_new_size(self, shapes: Shapes, image_shapes: Shapes) -> PlannedStep:
         """Return a step for another size."""
-        self._now = PlannedStep(shapes)
+        self._now = PlannedStep(shapes, image_shapes)
         self._planned.append(self._now)
         if len(self._planned) == MANY_SIZES:
             self._tell(many_sizes_line(len(self._planned)))
@@ -445,7 +445,7 @@ class StepPatch:
     def _image_batch_shape(self) -> tuple[int, ...] | None:
         """Shape of the largest batch of images of one replica: as given, or that of the first batch."""
         if self._batch_shape is None:
-            return max(self._now.shapes, key=len, default=None)
+            return max(self._now.all_shapes, key=len, default=None)
         return (-(-self._batch_shape[0] // self._num_replicas), *self._batch_shape[1:])
 
     @tf.autograph.experimental.do_not_convert
@@ -502,8 +502,7 @@ class StepPatch:
         # Where no plan can be made for another size, text of any length keeps the step for any length.
         if len(known) != spec.shape.rank or not (self._selects_size or is_image(spec.shape)):
             return spec
-        inner = [k if s is None else s for s, k in zip(spec.shape[1:], known[1:], strict=True)]
-        return tf.TensorSpec([spec.shape[0], *inner], spec.dtype)
+        return with_sizes(spec, known)
 
     def _rewrite(self, specs: Any, open_specs: Any) -> tuple[StepImporter, Any]:
         """Trace and rewrite the step for `specs`; trace it for `open_specs`, of any size, if nothing is rewritten.
@@ -514,12 +513,9 @@ class StepPatch:
         if self._params.pipeline is not None:
             return self._rewrite_pipeline(specs), specs
         now = self._now
-        with recorded_layers() as record, traced_for(self._images):
-            traced = keras_function(self._original).get_concrete_function(specs)
-        record.finish(traced.graph)
-        now.add_image_shapes(self._images.shapes())
+        traced, record = trace_keras_step(self._original, specs, self._unknown_sizes)
+        now.image_shapes = now.image_shapes or self._unknown_sizes.shapes()
         shape = self._image_batch_shape
-        check_image_sizes(traced)
         check_batch_shape(open_specs, self._batch_shape, self.model.name)
         if shape is None and self._params.has_budget:
             require_batch_size(traced)
@@ -541,7 +537,7 @@ class StepPatch:
                 budget = dataclasses.replace(self._params.tiles, memory_budget=plan.memory_budget)
                 now.batch_limit = BatchLimit(plan, analysed, budget)
             self._on_plan(plan)
-        if self._selects_size and not plan.changed and specs != open_specs:
+        if self._selects_size and not plan.changed and (specs != open_specs or now.image_shapes):
             now.is_open = True
             traced = keras_function(self._original).get_concrete_function(open_specs)
             return StepImporter(from_concrete_function(traced), traced), open_specs

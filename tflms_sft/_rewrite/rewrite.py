@@ -237,9 +237,9 @@ def rewrite_concrete(
     with collector_paused():
         mode = CanonicalMode.EXACT if request.tiles is None else CanonicalMode.TILING
         traced = analyse_step(concrete_fn, record, batch, mode)
+        require_image_shapes(traced.analysis.graph)
         traced.correction = correction
         traced.use_rates(machine_rates(_print_to_stderr) if request.has_budget else stored_rates())
-        require_image_shapes(traced.analysis.graph)
         if request.has_budget:
             require_batch(traced, batch)
             require_sizes(concrete_fn)

@@ -1,6 +1,6 @@
 """Opens images in files: zarr, TIFF, slides, NIfTI, HDF5 and NumPy.
 
-Each format is read by its usual library, which is imported when the first such file is opened.
+Each format is read by its usual library, which is imported when the first reader of such files is made.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,9 +13,10 @@ import tensorflow as tf
 
 from rewriters.ir.region_reads import read_images
 from tflms_sft._sources.formats import FORMATS, OPENERS, Fingerprint, check_packages, fingerprint
-from tflms_sft._sources.open_shapes import traced_images
-from tflms_sft._sources.random_view import RandomView, integers
-from tflms_sft._sources.region_reads import ImageSpec, RegionReads
+from tflms_sft._sources.open_images import ImageSpec, OpenImages
+from tflms_sft._sources.open_shapes import unknown_sizes_of_traced_step
+from tflms_sft._sources.random_view import RandomView
+from tflms_sft._sources.region_reads import RegionReads
 from tflms_sft._sources.source import Source
 
 __all__ = ["ImageReader"]
@@ -32,8 +34,8 @@ class ImageReader(keras.layers.Layer):
     """A Keras layer that reads images from files, by tiles if the step is rewritten.
 
     The inputs of the layer are paths, one for each image of a batch, or indices of `paths`. Without rewriting, the
-    layer reads whole images. With a budget, each iteration of a tile loop reads its own tile, halo included, while the
-    previous tile is computed, so that no image is whole in memory.
+    layer reads whole images. In a step that is rewritten in tiles, each iteration of a loop reads its own tile, halo
+    included, while the previous tile is computed, so that no image is whole in memory.
 
         reader = tflms_sft.ImageReader("zarr", shape=(65536, 65536, 3), dtype="uint8")
         paths = keras.Input((), dtype="string")
@@ -44,14 +46,15 @@ class ImageReader(keras.layers.Layer):
             `"hdf5"` or `"numpy"`. Otherwise a function that opens a path and returns an object with `shape`, `dtype`
             and `__getitem__`, which receives a slice for each dimension.
         shape: Shape of each image, for instance `(height, width, channels)`; `None` for sizes that differ from image to
-            image. Under `fit` with a budget each shape then has a plan of its own, and a batch has images of one shape.
+            image. Images of a batch must then have one shape. `fit`, `evaluate` and `predict` plan for each shape.
         dtype: Type of its numbers.
         paths: Paths of all images, if the inputs are indices.
-        array: Name of the array in a zarr group or HDF5 file; number of the series of a TIFF file.
-        level: Level of a pyramid, 0 for full resolution.
+        array: Name of the array in a zarr group or HDF5 file; number of the series of a TIFF file. Other formats ignore
+            it.
+        level: Level of a pyramid in zarr, TIFF or slides, 0 for full resolution. Other formats ignore it.
         axes: Dimension of the file for each dimension of the image, such as `(1, 2, 0)` for a file with channels first.
-            Other dimensions of the file must have the size 1. Default: those of the image, where a file without
-            channels is an image with one channel.
+            Dimensions that are not listed must have the size 1. Default: the same order as in the image, where a file
+            without channels is an image with one channel.
         view: Random crops, flips and quarter turns.
         fill_missing_chunks: Whether zarr chunks without a file hold the fill value, as zarr writes them by default;
             otherwise they are an error.
@@ -95,16 +98,7 @@ class ImageReader(keras.layers.Layer):
             check_packages(source)
         elif not callable(source):
             raise ValueError(f"`source` must be a format or a function. Received: source={source!r}.")
-        sizes: Any = shape
-        if isinstance(shape, (list, tuple)):
-            sizes = [1 if size is None else size for size in shape]
-        known = integers("shape", sizes, 1, shape)
-        self.image_shape = tuple(None if size is None else one for size, one in zip(shape, known, strict=True))
-        self._known_shape = known
-        if view is not None and None in self.image_shape:
-            raise ValueError(f"A reader with a `view` needs all sizes. Received: shape={shape!r}.")
-        if len(self.image_shape) < 2:
-            raise ValueError(f"`shape` must have at least two sizes. Received: shape={shape!r}.")
+        self.image_shape = _image_shape(shape)
         if axes is not None and (len(axes) != len(self.image_shape) or len({*axes}) != len(axes) or min(axes) < 0):
             raise ValueError(
                 f"`axes` must name a different dimension of the file for each dimension of the image. Received: "
@@ -117,16 +111,19 @@ class ImageReader(keras.layers.Layer):
         self._options: dict[str, Any] = {"array": array, "level": level, "fill_missing_chunks": fill_missing_chunks}
         self._axes = None if axes is None else tuple(axes)
         numbers = np.dtype(tf.as_dtype(dtype).as_numpy_dtype)
-        spec = ImageSpec(self._open, self._fingerprint, self.image_shape, numbers, self._axes)
+        spec = ImageSpec(self._open, self._fingerprint, self.image_shape, numbers, self._axes, view is not None)
         self.view = view
-        self.output_image_shape = self.image_shape if view is None else view.shape(known)
+        if view is not None and None in self.image_shape:
+            raise ValueError(f"A reader with a `view` needs all sizes. Received: shape={shape!r}.")
+        self.output_image_shape = self.image_shape if view is None else view.shape(spec.all_sizes)
         self.view_count = None
         if view is not None:
             self.view_count = self.add_weight(
                 shape=(), dtype="int64", initializer="zeros", trainable=False, name="view_count"
             )
             view.counts.append(self.view_count)
-        self._reads = RegionReads(spec, self.paths, view)
+        self._images = OpenImages(spec)
+        self._reads = RegionReads(self._images, self.paths, view)
         # TensorFlow refers to the function of an op weakly.
         self._read = self._reads.read
         self._shape_in_files = functools.partial(_as_array, self._reads)
@@ -161,23 +158,27 @@ class ImageReader(keras.layers.Layer):
             keys = tf.cast(keys, tf.int64)
         if self.view is not None:
             text = keys if self.paths is None else tf.as_string(keys)
-            keys = self.view.keys(text, self._known_shape, self.view_count if training else None)
-        shape, read, traced = self.output_image_shape, self._read, traced_images()
-        if None in shape and traced is not None:
-            shape = traced.shape(self, keys)
+            keys = self.view.keys(text, self._images.spec.all_sizes, self.view_count if training else None)
+        shape, read, unknown_sizes = self.output_image_shape, self._read, unknown_sizes_of_traced_step()
+        if None in shape and unknown_sizes is not None:
+            shape = unknown_sizes.shape(self, keys)
             read = self._reads.of_shape(shape).read
         return read_images(read, keys, shape, self.compute_dtype, self._shape_in_files)
 
     def shape_in_files(self, keys: Any) -> tuple[int, ...]:
-        """Return the shape of the images of a batch, as their files tell it.
+        """Return the shape of the images of a batch, which the files say.
 
         Args:
             keys: Paths or indices, of shape `(batch,)`, as an array or an eager tensor.
 
         Raises:
             ImageReadError: If an image cannot be opened, or if the images have different shapes.
+            ValueError: If the keys are no vector.
         """
-        return self._reads.shape(np.asarray(keys).tolist())
+        keys = np.asarray(keys)
+        if keys.ndim != 1:
+            raise ValueError(f"`keys` must have the shape (batch,). Received: keys={keys.tolist()!r}.")
+        return self._reads.shape(keys.tolist())
 
     def compute_output_spec(self, keys: Any, training: bool = False) -> keras.KerasTensor:
         """Return shape and type of a batch of images.
@@ -213,6 +214,23 @@ class ImageReader(keras.layers.Layer):
     def close(self) -> None:
         """Close all files, which stay open for the next read otherwise."""
         self._reads.close()
+
+
+def _image_shape(shape: Any) -> tuple[int | None, ...]:
+    """Return the argument `shape` of a reader as a tuple.
+
+    Raises:
+        ValueError: If it is no sequence of at least two sizes.
+    """
+    try:
+        sizes = tuple(None if size is None else operator.index(size) for size in shape)
+    except TypeError:
+        sizes = ()
+    if len(sizes) < 2 or any(size is not None and size < 1 for size in sizes):
+        raise ValueError(
+            f"`shape` must have at least two sizes, each a positive integer or None. Received: shape={shape!r}."
+        )
+    return sizes
 
 
 def _as_array(reads: RegionReads, keys: np.ndarray) -> np.ndarray:

@@ -146,8 +146,8 @@ class ImageWriter(keras.layers.Layer):
         predictor = keras.Model([paths, results], writer(model(paths), results))
         predictor.predict(data, callbacks=[tflms_sft.MemoryBudget("4GiB")])
 
-    The numbers must be a result of the step: TensorFlow drops a write whose numbers nothing uses. Under `SFT`, images
-    are written when all tiles are computed.
+    The model must return these numbers: TensorFlow drops a write whose number nothing uses. Under `SFT`, an image is
+    written when all of its tiles are computed, so that the whole result is in memory.
 
     Args:
         target: Format of the files, `"zarr"` or `"numpy"`. Otherwise a function that creates a file, and returns an

@@ -1,7 +1,7 @@
-"""Shapes of images in files, where they differ from batch to batch.
+"""Shapes of images in files where a reader leaves sizes unknown.
 
-A batch of paths does not show the shape of its images. While a step is traced for a batch, each reader of images of any
-shape looks at the files that this batch names, and reads images of their shape. The next batches run the same step if
+A batch of paths does not show the shape of its images. While a step is traced for a batch, each reader with unknown
+sizes looks at the files that the batch names, and reads images of their shape. Later batches run the same step if
 their images have this shape.
 """
 
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import tensorflow as tf
@@ -23,34 +24,46 @@ Shape = tuple[int, ...]
 
 
 class Reader(Protocol):
-    """A layer that reads images from files."""
+    """A layer that reads images from files.
+
+    Attributes:
+        name: Name of the layer.
+        image_shape: Shape of each image in its file; `None` for unknown sizes.
+    """
 
     name: str
+    image_shape: tuple[int | None, ...]
 
     def shape_in_files(self, keys: Any) -> Shape:
         """Return the shape of the images of a batch."""
 
 
-class BatchImages:
-    """The readers of images of any shape in a step, and the part of a batch that each of them gets as its keys."""
+class UnknownSizes:
+    """Readers with unknown sizes in one step, and the arguments of the step that they get as keys."""
 
     def __init__(self) -> None:
-        self._batch: list[Any] = []
+        self._arguments: list[Any] = []
         self._readers: dict[tuple[int, int], Reader] = {}
+        self._outer_graph: Any = None
 
-    def use(self, batch: Any) -> list[Shape]:
-        """Set the present batch; return the shapes of its images, the batch size first, one for each known reader.
+    def set_arguments(self, arguments: Any) -> None:
+        """Set the arguments of the present step.
 
         Args:
-            batch: Arguments of the step in any structure: tensors, arrays, or specs of them.
+            arguments: In the order of the signature, in any structure: tensors, arrays, or specs of them.
         """
-        self._batch = [leaf for leaf in tf.nest.flatten(batch, expand_composites=True) if hasattr(leaf, "shape")]
-        return self.shapes()
+        leaves = tf.nest.flatten(arguments, expand_composites=True)
+        # Images and labels are not held: they would stay in memory until the next batch.
+        self._arguments = [leaf if _may_be_keys(leaf) else None for leaf in leaves if hasattr(leaf, "shape")]
 
     def shapes(self) -> list[Shape]:
-        """Return the shapes of the images of the present batch, one for each known reader."""
-        keys_of_readers = [(reader, self._batch[position]) for (position, _), reader in self._readers.items()]
-        return [(len(keys), *reader.shape_in_files(keys)) for reader, keys in keys_of_readers]
+        """Return the shapes of the images of the present batch, the batch size first, one for each reader so far."""
+        shapes = []
+        for (position, _), reader in self._readers.items():
+            keys = self._arguments[position] if position < len(self._arguments) else None
+            if keys is not None:
+                shapes.append((len(keys), *reader.shape_in_files(keys)))
+        return shapes
 
     def shape(self, reader: Reader, keys: Any) -> Shape:
         """Return the shape of the images that a reader gets in the step that is traced now.
@@ -60,40 +73,79 @@ class BatchImages:
             keys: Its keys, a tensor of the graph.
 
         Raises:
-            RewriteError: If the keys are no part of the batch, or if only their spec is known.
+            RewriteError: If the keys are no argument of the step, or if only their spec is known.
         """
-        source = source_of_keys(keys)
-        inputs: Sequence[Any] = getattr(keys.graph, "inputs", ())
-        positions = [number for number, tensor in enumerate(inputs[: len(self._batch)]) if tensor is source]
-        if not positions or not hasattr(self._batch[positions[0]], "__array__"):
+        source, begin = source_of_keys(keys), f"The sizes of the images that `{reader.name}` reads are unknown: "
+        inputs: Sequence[Any] = keys.graph.inputs if keys.graph.outer_graph is self._outer_graph else ()
+        position = next((number for number, tensor in enumerate(inputs) if tensor is source), None)
+        remedy = f"Expected: all sizes as `shape` of the reader. Received: shape={reader.image_shape}."
+        if position is None:
             raise RewriteError(
-                f"The shape of the images that `{reader.name}` reads is unknown when the step is planned. Give the "
-                "`ImageReader` all sizes as `shape`, or pass paths or indices as example arguments of the step. Under "
-                "`fit` without replicas and `steps_per_execution`, each shape has a plan of its own."
+                f"{begin}its paths or indices are computed in the step, or in a function that the step calls. Pass "
+                f"them as an argument of the step. {remedy}"
             )
-        (position,) = positions
+        example = self._arguments[position] if position < len(self._arguments) else None
+        if not hasattr(example, "__array__"):
+            raise RewriteError(
+                f"{begin}no files are known when the step is traced. Pass example paths or indices. `fit`, `evaluate` "
+                f"and `predict` look at each batch, but not with `steps_per_execution`, replicas or stages. {remedy}"
+            )
         self._readers[position, id(reader)] = reader
-        return reader.shape_in_files(self._batch[position])
+        return reader.shape_in_files(example)
+
+    @contextlib.contextmanager
+    def used_in_trace(self) -> Iterator[None]:
+        """Let readers take the shapes of the present batch while a step is traced."""
+        self._outer_graph = tf.compat.v1.get_default_graph()
+        token = _OF_TRACED_STEP.set(self)
+        try:
+            yield
+        finally:
+            self._outer_graph = None
+            _OF_TRACED_STEP.reset(token)
 
 
-def has_open_readers(model: Any) -> bool:
-    """Return whether a layer of a model reads images of any shape."""
+_OF_TRACED_STEP: contextvars.ContextVar[UnknownSizes | None] = contextvars.ContextVar("unknown_sizes", default=None)
+
+
+def unknown_sizes_of_traced_step() -> UnknownSizes | None:
+    """Return the unknown sizes of the step that is traced; `None` if the shapes of a batch are not looked up."""
+    return _OF_TRACED_STEP.get()
+
+
+def has_unknown_sizes(model: Any) -> bool:
+    """Return whether a layer of a model reads images of unknown sizes."""
     return any(None in layer.image_shape for layer in model._flatten_layers() if hasattr(layer, "shape_in_files"))
 
 
-_TRACED: contextvars.ContextVar[BatchImages | None] = contextvars.ContextVar("batch_images", default=None)
+def in_order_of_signature(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return arguments in the order in which a `tf.function` passes them to its graph.
+
+    Args:
+        function: The `tf.function`.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+
+    Raises:
+        TypeError: If the arguments do not match the signature.
+    """
+    signature = inspect.signature(function.python_function)
+    bound = signature.bind_partial(*args, **kwargs)  # None are passed to a function with an input signature.
+    kinds = inspect.Parameter
+    by_name: dict[str, Any] = {}
+    ordered = []
+    for name, value in bound.arguments.items():
+        kind = signature.parameters[name].kind
+        if kind is kinds.VAR_KEYWORD:
+            by_name |= value
+        elif kind is kinds.KEYWORD_ONLY:
+            by_name[name] = value
+        else:
+            ordered.append(value)
+    return [*ordered, *(by_name[name] for name in sorted(by_name))]
 
 
-@contextlib.contextmanager
-def traced_for(images: BatchImages) -> Iterator[None]:
-    """Let readers take the shapes of a batch while a step is traced."""
-    token = _TRACED.set(images)
-    try:
-        yield
-    finally:
-        _TRACED.reset(token)
-
-
-def traced_images() -> BatchImages | None:
-    """Return the images that a step is traced for; `None` outside of `traced_for`."""
-    return _TRACED.get()
+def _may_be_keys(leaf: Any) -> bool:
+    """Return whether an argument may be a vector of paths or indices."""
+    dtype = tf.as_dtype(leaf.dtype)
+    return len(leaf.shape) == 1 and (dtype == tf.string or dtype.is_integer)

@@ -31,8 +31,8 @@ class RandomView:
         slides = tflms_sft.ImageReader("zarr", (65536, 65536, 3), view=view)
         masks = tflms_sft.ImageReader("zarr", (65536, 65536), view=view)
 
-    A reader draws at each call with `training=True`; the calls of the other readers that follow get the same draws.
-    Outside of training nothing is flipped or turned, and the crop is the centre.
+    A reader draws at each call with `training=True`. The n-th draws of all readers with one view are equal. Outside
+    of training nothing is flipped or turned, and the crop is the centre.
 
     Args:
         crop: Sizes of the crop along the first axes; `None` for the full image.
@@ -44,7 +44,7 @@ class RandomView:
         counts: Number of draws of each reader.
 
     Raises:
-        ValueError: For sizes or axes that are no integers, or negative.
+        ValueError: For sizes or axes that are no integers, or too small.
     """
 
     def __init__(
@@ -103,7 +103,8 @@ class RandomView:
     def _draws(self, batch: Any, count: Any) -> list[Any]:
         """Return a vector of numbers in [0, 1) for each offset, flip and turn.
 
-        A reader that has drawn less often than another one, also because a step failed, catches up with it.
+        A reader that has drawn less often than another one, such as after a step that failed, continues with the
+        number of that one.
         """
         others = [tf.convert_to_tensor(other) for other in self.counts]
         number = tf.maximum(tf.convert_to_tensor(count) + 1, tf.reduce_max(tf.stack(others)))
@@ -125,14 +126,13 @@ class RandomView:
         return cls(**config)
 
 
-def integers(argument: str, values: Sequence[int], least: int, received: Any = None) -> tuple[int, ...]:
+def integers(argument: str, values: Sequence[int], least: int) -> tuple[int, ...]:
     """Return an argument as a tuple of integers.
 
     Args:
         argument: Its name.
         values: Its value.
         least: Smallest valid integer.
-        received: What an error shows instead of the value.
 
     Raises:
         ValueError: If it is no sequence of integers of at least `least`.
@@ -143,8 +143,7 @@ def integers(argument: str, values: Sequence[int], least: int, received: Any = N
         numbers = (least - 1,)
     if any(number < least for number in numbers):
         raise ValueError(
-            f"`{argument}` must be a sequence of integers of at least {least}. Received: "
-            f"{argument}={values if received is None else received!r}."
+            f"`{argument}` must be a sequence of integers of at least {least}. Received: {argument}={values!r}."
         )
     return numbers
 

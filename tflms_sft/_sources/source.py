@@ -13,9 +13,10 @@ Region = tuple[slice, ...]
 
 
 class ImageReadError(OSError):
-    """Raised for an image that cannot be read. The message names the file, the region and the reason.
+    """Raised for an image that cannot be read. The message names file and reason, and the region if one was read.
 
-    After a step that was rewritten in tiles, weights, optimizer slots and statistics are as before the step.
+    After a step that was rewritten in tiles, weights, optimizer slots and statistics are as before the step. But
+    assignments in conditions, such as those of a `LossScaleOptimizer`, may have run.
     """
 
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from rewriters.errors import RewriteError
 from rewriters.ir import tf_internals
-from tflms_sft._sources.open_shapes import BatchImages, traced_for
+from tflms_sft._sources.open_shapes import UnknownSizes, in_order_of_signature
 from tflms_sft._trace.layer_names import LayerRecord, recorded_layers
 
 
@@ -92,7 +92,7 @@ def trace_step(step: Any, example_args: Any, example_kwargs: Any) -> tuple[Any, 
 
     Args:
         step: A `tf.function` or a `ConcreteFunction`.
-        example_args: Arguments or specs of them; none for a `ConcreteFunction`. Readers of images of any shape need
+        example_args: Arguments or specs of them; none for a `ConcreteFunction`. Readers of unknown sizes need
             arguments that name images.
         example_kwargs: Keyword arguments, likewise.
 
@@ -111,9 +111,9 @@ def trace_step(step: Any, example_args: Any, example_kwargs: Any) -> tuple[Any, 
         tf.nest.map_structure(spec_of, step.structured_input_signature)
     elif hasattr(step, "get_concrete_function"):
         args, kwargs = tf.nest.map_structure(spec_of, (example_args, example_kwargs))
-        images = BatchImages()
-        images.use((example_args, example_kwargs))
-        with recorded_layers() as record, traced_for(images):
+        unknown_sizes = UnknownSizes()
+        unknown_sizes.set_arguments(in_order_of_signature(step, example_args, example_kwargs))
+        with recorded_layers() as record, unknown_sizes.used_in_trace():
             concrete_fn = tf_internals.untraced(step).get_concrete_function(*args, **kwargs)
         record.finish(concrete_fn.graph)
     else:
@@ -123,6 +123,24 @@ def trace_step(step: Any, example_args: Any, example_kwargs: Any) -> tuple[Any, 
         )
     check_image_sizes(concrete_fn)
     return concrete_fn, record
+
+
+def trace_keras_step(method: Any, specs: Any, unknown_sizes: UnknownSizes) -> tuple[Any, LayerRecord]:
+    """Trace a step of a Keras model for the specs of a batch; return it and the layers called meanwhile.
+
+    Args:
+        method: The step, such as `model.train_step`.
+        specs: Specs of a batch.
+        unknown_sizes: Readers with unknown sizes, and the present batch.
+
+    Raises:
+        RewriteError: If the size of an image is unknown.
+    """
+    with recorded_layers() as record, unknown_sizes.used_in_trace():
+        traced = keras_function(method).get_concrete_function(specs)
+    record.finish(traced.graph)
+    check_image_sizes(traced)
+    return traced, record
 
 
 def batch_of(example_args: Any) -> int | None:
