@@ -192,7 +192,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--networks", nargs="+", choices=NETWORKS, default=NETWORKS, metavar="NAME", help="default: unet resnet")
     add("--budget", type=_arguments.size, default=256 * MIB, help="bytes, such as 256MiB; default: 256MiB")
-    add("--steps", type=_arguments.positive, default=2, help="training steps; default: %(default)s")
+    add(
+        "--steps",
+        type=_arguments.positive,
+        default=2,
+        help="steps; the last is judged; default: %(default)s",
+    )
     add("--output", type=Path, default=Path("demo-output"), help="folder of the pictures; default: %(default)s")
     return parser.parse_args(arguments)
 

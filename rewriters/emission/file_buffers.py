@@ -71,7 +71,8 @@ class FileBuffers:
     def results(self, tile_loop: TileLoop) -> set[Tensor]:
         """Return the results of a loop that lie in files: images, gradients of images, and saved rows.
 
-        A gradient in half precision is summed in single precision. Its cast would be in memory as a whole.
+        A gradient in half precision stays in memory: it is summed in single precision, and the cast of its sum would be
+        in memory as a whole.
         """
         sums = (tensor for tensor in tile_loop.accumulates if accumulator_dtype(tensor.dtype) == tensor.dtype)
         saved = (save.saved for save in tile_loop.saves)
@@ -104,7 +105,8 @@ def _mapped_zeros(directory: str, shape: Sequence[int], dtype: np.dtype[Any]) ->
             pages = mmap.mmap(file.fileno(), size)
     except OSError as error:
         problem = write_problem(directory, "A tensor between tile loops", size, error)
-        raise SpillError(f"{problem} Pass another directory as `spill_dir=`, or a larger budget.") from None
+        remedy = "Pass another directory in `swap=LMSParams(spill_dir=...)`, or a larger budget."
+        raise SpillError(f"{problem} {remedy}") from None
     with _lock:
         _mapped.add(pages)
     return np.frombuffer(pages, np.uint8).view(dtype).reshape(shape)
@@ -117,7 +119,7 @@ def return_pages(after: Sequence[Any]) -> Any:
 
 
 def _return_pages() -> np.int64:
-    """Unmap the pages of all files. Their contents stay in the page cache, or go to the disk."""
+    """Release the pages of all files. Their contents stay in the page cache, or go to the disk."""
     with _lock:
         files = list(_mapped)
     for pages in files:

@@ -5,8 +5,9 @@ all take more than `MAX_TIME_RATIO_ALONE` times as long as the original step, mo
 results in files, swaps of small tensors too, and tiles together with swaps. If nothing fits, the plan that needs least
 is tried.
 
-With a larger budget no candidate gets slower, and so neither does the fastest of them, up to the kinds of plan that are
-considered beyond `MAX_TIME_RATIO_ALONE` alone. No plan counts as faster than the original step.
+With a larger budget no candidate gets slower. The fastest of them does in one case only: a plan below
+`MAX_TIME_RATIO_ALONE` fits, so that the further candidates are not tried. No plan counts as faster than the original
+step.
 """
 
 from __future__ import annotations
