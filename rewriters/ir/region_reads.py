@@ -41,7 +41,7 @@ def read_images(
     Args:
         read: Returns a region as an array. Arguments are the five operands as arrays. The op holds a weak reference.
         keys: A vector with the key of each image, strings or integers.
-        shape: Shape of an image; `None` for sizes that the files tell.
+        shape: Shape of an image; `None` for sizes that depend on the file.
         dtype: Type of its numbers.
         shape_in_files: Returns the shape of the images with the given keys. It is needed where sizes are `None`, and
             held weakly.

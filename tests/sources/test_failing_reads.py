@@ -34,7 +34,7 @@ class Failing(formats.ArraySource):
     is_short = False
 
     def __getitem__(self, region):
-        with self.counting:  # Two threads read at once.
+        with self.counting:  # Two threads read concurrently.
             type(self).reads += 1
             fails = type(self).reads == self.fails_at
         if fails and not self.is_short:

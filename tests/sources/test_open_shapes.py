@@ -75,19 +75,19 @@ class Plans(keras.callbacks.Callback):
 
     def __init__(self, other):
         super().__init__()
-        self.other, self.found = other, []
+        self.other, self.plans = other, []
 
     def on_train_batch_end(self, batch, logs=None):
-        self.found.append(self.other.plan)
+        self.plans.append(self.other.plan)
 
 
 def test_each_shape_has_a_plan_and_results_equal_plain_training(files, regions):
     expected = trained(make_model(), files)
     regions.clear()
     tiles = tflms_sft.SFT((2, 2), verbose=0)
-    plans = Plans(tiles)
-    assert_equal(trained(make_model(), files, [tiles, plans]), expected)
-    assert len({id(plan) for plan in plans.found}) == len({*SHAPES}) == 3
+    noted = Plans(tiles)
+    assert_equal(trained(make_model(), files, [tiles, noted]), expected)
+    assert len({id(plan) for plan in noted.plans}) == len({*SHAPES}) == 3
     whole = [(1, *shape, *channels) for shape in SHAPES for channels in ((), (3,))]
     assert regions and not {*regions} & {*whole}
 
@@ -127,9 +127,9 @@ def test_predictions_of_several_shapes_are_written(files, tmp_path):
 def test_budget_holds_for_the_largest_shape(files):
     expected = trained(make_model(), files)
     callback = tflms_sft.MemoryBudget(350_000, verbose=0)
-    plans = Plans(callback)
-    assert_equal(trained(make_model(), files, [callback, plans]), expected)
-    assert all(plan.predicted.peak_bytes <= 350_000 < plan.original.peak_bytes for plan in plans.found)
+    noted = Plans(callback)
+    assert_equal(trained(make_model(), files, [callback, noted]), expected)
+    assert all(plan.predicted.peak_bytes <= 350_000 < plan.original.peak_bytes for plan in noted.plans)
 
 
 def test_images_of_a_batch_have_one_shape(files):
@@ -216,9 +216,9 @@ def test_step_that_fits_is_traced_once(files, monkeypatch):
     model = make_model()
     step = model.train_step
     model.train_step = lambda data: traces.append(data) or step(data)
-    plans = Plans(callback := tflms_sft.MemoryBudget("1GiB", verbose=0))
-    model.fit(data_of(largest_first), shuffle=False, verbose=0, callbacks=[callback, plans])
-    assert not callback.plan.segments and len({id(plan) for plan in plans.found}) == 1
+    noted = Plans(callback := tflms_sft.MemoryBudget("1GiB", verbose=0))
+    model.fit(data_of(largest_first), shuffle=False, verbose=0, callbacks=[callback, noted])
+    assert not callback.plan.segments and len({id(plan) for plan in noted.plans}) == 1
     assert len(traces) == 2, "for the first image, and for any"
 
 

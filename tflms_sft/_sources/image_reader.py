@@ -166,7 +166,7 @@ class ImageReader(keras.layers.Layer):
         return read_images(read, keys, shape, self.compute_dtype, self._shape_in_files)
 
     def shape_in_files(self, keys: Any) -> tuple[int, ...]:
-        """Return the shape of the images of a batch, which the files say.
+        """Return the shape of the images of a batch from the headers of their files.
 
         Args:
             keys: Paths or indices, of shape `(batch,)`, as an array or an eager tensor.

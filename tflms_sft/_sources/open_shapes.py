@@ -78,7 +78,7 @@ class UnknownSizes:
         source, begin = source_of_keys(keys), f"The sizes of the images that `{reader.name}` reads are unknown: "
         inputs: Sequence[Any] = keys.graph.inputs if keys.graph.outer_graph is self._outer_graph else ()
         position = next((number for number, tensor in enumerate(inputs) if tensor is source), None)
-        remedy = f"Expected: all sizes as `shape` of the reader. Received: shape={reader.image_shape}."
+        remedy = f"Or give the reader all sizes instead of shape={reader.image_shape}."
         if position is None:
             raise RewriteError(
                 f"{begin}its paths or indices are computed in the step, or in a function that the step calls. Pass "
