@@ -74,7 +74,8 @@ class MachineRates:
         float64_slowdown: Time of an operation in float64 over that in other types.
         long_row_bytes: Bytes of a row of the image and of the output gradient from which on a filter gradient gets
             slower.
-        long_row_slowdown: Time of its arithmetic with rows of twice these bytes or more over that with short rows.
+        long_row_slowdown: Time of the arithmetic of a filter gradient with rows of twice these bytes or more, over that
+            with short rows.
         touched: Bytes read and written, by op type; `""` is for all others.
         weights: Bytes of weights or weight gradients of an op that counts arithmetic. Kernels copy them into a layout
             of their own in every call.
