@@ -168,7 +168,7 @@ def run(network: str, size: int, options: argparse.Namespace, folder: Path) -> t
     figures = {key: value for event in events for key, value in event.items()}
     fits = figures["bytes"] <= options.budget
     print(f"{network}, {size} x {size}: {figures['plan']}")
-    print(f"  loss {figures['loss']:.4f}, {figures['file_bytes'] / MIB:,.0f} MiB between tile loops in files")
+    print(f"  loss {figures['loss']:.4f}, {figures['file_bytes'] / MIB:,.0f} MiB on the disk between tile loops")
     if "predict" in figures:
         print(f"  predict: {figures['predict']}")
     print(

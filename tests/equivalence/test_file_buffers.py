@@ -8,8 +8,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import types
+import weakref
 
 import keras
 import numpy as np
@@ -180,7 +182,7 @@ def test_files_that_cannot_be_created_change_no_variable(in_files, tmp_path, mon
             return allocate(*arguments)
 
         monkeypatch.setattr(os, "posix_fallocate", failing)
-        text = f"(?s)SpillError: The disk of .{tmp_path}. is full.*needs .* bytes, .* are free.*`spill_dir="
+        text = f"(?s)SpillError: The disk of .{tmp_path}. is full.*needs .* bytes, .* are free.*spill_dir="
         with pytest.raises(tf.errors.OpError, match=text):
             rewritten(*batch)
         assert all(np.array_equal(a, np.array(b)) for a, b in zip(before, step.variables, strict=True)), number
@@ -212,6 +214,34 @@ def with_budget(step, directory, budget=BUDGET, **options):
 
 def lies_in_files(plan, directory):
     return any("between tile loops" in note and f"files of '{directory}'" in note for note in plan.notes)
+
+
+def test_files_take_at_most_the_predicted_bytes(large_step, tmp_path, monkeypatch):
+    """Files are created when a loop begins, and deleted after the last loop that reads them."""
+    sizes, total, peak, lock = [], 0, 0, threading.Lock()
+    create = file_buffers._mapped_zeros
+
+    def note(num_bytes):
+        nonlocal total, peak
+        with lock:
+            total += num_bytes
+            peak = max(peak, total)
+
+    def zeros(directory, shape, dtype):
+        array = create(directory, shape, dtype)
+        sizes.append(array.nbytes)
+        note(array.nbytes)
+        pages = array
+        while isinstance(pages.base, np.ndarray):
+            pages = pages.base
+        weakref.finalize(pages, note, -array.nbytes)
+        return array
+
+    monkeypatch.setattr(file_buffers, "_mapped_zeros", zeros)
+    rewritten = with_budget(large_step, tmp_path)
+    rewritten(*map(tf.constant, large_step.batches[0]))
+    assert total == 0 < peak <= rewritten.plan.file_bytes < sum(sizes)
+    assert any(f"{len(sizes)} tensors between tile loops lie in files" in note for note in rewritten.plan.notes)
 
 
 def test_budget_writes_results_to_files_where_tiles_in_memory_are_slower(large_step, tmp_path):

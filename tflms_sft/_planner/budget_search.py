@@ -40,6 +40,7 @@ from tflms_sft._planner.traced_step import (
     TracedStep,
     at_peak,
     least_peak,
+    peak_file_bytes,
     reasons,
     seconds_of,
     sizes_in_files,
@@ -341,12 +342,12 @@ class TilesInFiles:
         return self._search.smallest if self.least_within(other.peak.peak_bytes - 1) else other
 
     def _feasible(self, tiles: Candidate) -> list[FeasiblePlan]:
-        sizes = sizes_in_files(self._traced, tiles.plans)
-        written = sum(size for size, _ in sizes)
-        if not sizes or written > shutil.disk_usage(self._files.directory).free:
+        number, num_bytes = len(sizes_in_files(self._traced, tiles.plans)), peak_file_bytes(self._traced, tiles.plans)
+        if not number or num_bytes > shutil.disk_usage(self._files.directory).free:
             return []
-        tensors = f"{len(sizes)} tensor{'s' * (len(sizes) > 1)} between tile loops, {format_bytes(written)}"
-        why = f"{tensors}, lie in files of {self._files.directory!r}"
+        tensors = f"{number} tensor{'s' * (number > 1)} between tile loops"
+        where = f"files of {self._files.directory!r}, which take up to {format_bytes(num_bytes)}"
+        why = f"{tensors} lie in {where}"
         plan = BudgetPlan(tiles.plans, self._search.left, files=self._files, why=why)
         return [FeasiblePlan(plan, tiles.time_ratio * self._traced.seconds, tiles.peak.peak_bytes)]
 

@@ -369,6 +369,29 @@ def sizes_in_files(traced: TracedStep, plans: Iterable[SegmentPlan]) -> list[tup
     return [(tensor.num_bytes(traced.batch), reads[tensor]) for tensor in written]
 
 
+def peak_file_bytes(traced: TracedStep, plans: Iterable[SegmentPlan]) -> int:
+    """Return an upper bound of the bytes of files that exist concurrently.
+
+    A file exists until the last loop that reads it has ended, and the loop after it may have begun. A file that an op
+    outside of the loops reads may exist until the step ends. All segments may have their largest files at one time.
+    """
+    peak_bytes, files = 0, traced.files
+    if files is None:
+        return 0
+    for plan in plans:
+        sizes, body = [0] * len(plan.loops), {node for tile_loop in plan.loops for node in tile_loop.body}
+        last = {tensor: number for number, tile_loop in enumerate(plan.loops) for tensor in tile_loop.reads}
+        for first, tile_loop in enumerate(plan.loops):
+            for tensor in files.results(tile_loop):
+                is_read_outside = any(reader not in body for reader, _ in traced.analysis.consumers.get(tensor, ()))
+                end = last.get(tensor, first)
+                end = len(sizes) if is_read_outside or end == first else end + 2
+                for number in range(first, min(end, len(sizes))):
+                    sizes[number] += tensor.num_bytes(traced.batch)
+        peak_bytes += max(sizes, default=0)
+    return peak_bytes
+
+
 def emit_and_describe(
     traced: TracedStep, plans: list[SegmentPlan], left: Sequence[SkippedOps], budget: int | None
 ) -> tuple[Graph, Plan]:
@@ -411,7 +434,7 @@ def emit_and_describe(
         original=original,
         predicted=predicted,
         memory_budget=budget,
-        file_bytes=sum(size for size, _ in sizes_in_files(traced, plans)),
+        file_bytes=peak_file_bytes(traced, plans),
         notes=(*_loop_note(traced, original_peak), *_notes(traced)),
     )
     return graph, plan

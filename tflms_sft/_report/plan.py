@@ -39,7 +39,7 @@ class Plan(PlanRecord):
         swap_tier: Destination of swaps: `"host"` or `"disk"`; empty without swaps.
         swapped_bytes: Bytes of all tensors that are swapped out in a step.
         not_swapped: (tensor, reason) of tensors that could not be swapped.
-        file_bytes: Bytes of results of tile loops that lie in files.
+        file_bytes: Bytes that files with results of tile loops take on the disk at most.
         rest_waiting_bytes: Bytes outside of segments that are saved for the backward pass, swapped tensors included, in
             the original and the rewritten step.
         rest_time_share: Predicted time of ops outside of segments over that of the original step, in the original and
