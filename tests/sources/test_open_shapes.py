@@ -187,6 +187,15 @@ def test_step_of_a_model_is_verified(files):
     assert tflms_sft.verify(make_model(), batch, tflms_sft.SFTParams((2, 2)))
 
 
+def test_trained_callback_is_verified(files):
+    """The callback has trained images of three shapes; its plan is that of the last one."""
+    last = tuple(tf.constant([paths[-1]]) for paths in files)
+    for callback in (tflms_sft.SFT((2, 2), verbose=0), tflms_sft.MemoryBudget(350_000, verbose=0)):
+        model = make_model()
+        model.fit(data_of(files), shuffle=False, verbose=0, callbacks=[callback])
+        assert tflms_sft.verify(model, last, callback)
+
+
 def test_shape_must_be_known_where_it_cannot_be_looked_up(files, step_of):
     step = step_of(make_model())
     with pytest.raises(tflms_sft.RewriteError, match="no files are known when the step is traced. Pass example paths"):
@@ -281,7 +290,7 @@ def test_keys_of_a_reader_are_a_vector(tmp_path):
     reader = tflms_sft.ImageReader("zarr", (None, None, 3))
     with pytest.raises(ValueError, match=r"`keys` must have the shape \(batch,\). Received: keys='a.zarr'"):
         reader.shape_in_files("a.zarr")
-    with pytest.raises(tflms_sft.ImageReadError, match="must have one shape. Received: no images"):
+    with pytest.raises(tflms_sft.ImageReadError, match="must name at least one image"):
         reader.shape_in_files([])
 
 
@@ -290,7 +299,7 @@ def test_remedy_names_the_argument(tmp_path):
     remedies = {
         ((24, 20, 3), None): "Pass the order of its dimensions as `axes`",
         ((20, 24, 3, 2), None): "Pass a `shape` with a size for each dimension",
-        ((16, 16, 3), None): "Pass a `shape` with None for sizes that differ",
+        ((16, 16, 3), None): "Pass the sizes of the file as `shape`, with None for those",
         ((16, 16, 3), tflms_sft.RandomView(flips=(0,))): "A reader with a `view` needs files of one shape",
     }
     for (shape, view), remedy in remedies.items():

@@ -72,7 +72,7 @@ class ImageSpec:
             return "Pass a `shape` with a size for each dimension of the file, or the dimensions to read as `axes`"
         if self.has_view:
             return "A reader with a `view` needs files of one shape"
-        return "Pass a `shape` with None for sizes that differ from file to file"
+        return "Pass the sizes of the file as `shape`, with None for those that differ from file to file"
 
     def _fits(self, shape: tuple[int, ...]) -> bool:
         """Return whether an image may have a shape."""

@@ -152,11 +152,12 @@ class RegionReads:
         try:
             paths = [self._path(key.decode() if isinstance(key, bytes) else key) for key in keys]
             shapes = {path: self._image_shape(path) for path in paths}
+            if not shapes:
+                raise ImageReadError("A batch must name at least one image. Received: no path or index.")
             if len({*shapes.values()}) != 1:
                 received = " and ".join(f"{shape} of `{path}`" for path, shape in [*shapes.items()][:MAX_NAMED])
                 raise ImageReadError(
-                    "The images of a batch must have one shape. Received: "
-                    f"{received or 'no images'}. Use batches of one image."
+                    f"The images of a batch must have one shape. Received: {received}. Use batches of one image."
                 )
             return next(iter(shapes.values()))
         except ImageReadError as error:

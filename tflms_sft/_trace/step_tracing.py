@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -87,7 +87,9 @@ def check_image_sizes(concrete_fn: Any) -> None:
             )
 
 
-def trace_step(step: Any, example_args: Any, example_kwargs: Any) -> tuple[Any, LayerRecord]:
+def trace_step(
+    step: Any, example_args: Any, example_kwargs: Any, image_args: Sequence[Any] | None = None
+) -> tuple[Any, LayerRecord]:
     """Trace a step for one signature; return its `ConcreteFunction` and the Keras layers called meanwhile.
 
     Args:
@@ -95,6 +97,7 @@ def trace_step(step: Any, example_args: Any, example_kwargs: Any) -> tuple[Any, 
         example_args: Arguments or specs of them; none for a `ConcreteFunction`. Readers of unknown sizes need
             arguments that name images.
         example_kwargs: Keyword arguments, likewise.
+        image_args: Arguments that name images where `example_args` are specs; `None` for `example_args`.
 
     Raises:
         RewriteError: If an argument is not a dense tensor, or its image size is unknown.
@@ -112,7 +115,8 @@ def trace_step(step: Any, example_args: Any, example_kwargs: Any) -> tuple[Any, 
     elif hasattr(step, "get_concrete_function"):
         args, kwargs = tf.nest.map_structure(spec_of, (example_args, example_kwargs))
         unknown_sizes = UnknownSizes()
-        unknown_sizes.set_arguments(in_order_of_signature(step, example_args, example_kwargs))
+        named = example_args if image_args is None else image_args
+        unknown_sizes.set_arguments(in_order_of_signature(step, named, example_kwargs))
         with recorded_layers() as record, unknown_sizes.used_in_trace():
             concrete_fn = tf_internals.untraced(step).get_concrete_function(*args, **kwargs)
         record.finish(concrete_fn.graph)

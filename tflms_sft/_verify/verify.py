@@ -142,7 +142,7 @@ def _verify_model(model: Any, batch: Any, params: Any, steps: int) -> Verificati
     step = keras_function(model.train_step)
     examples = (data if trained is None else trained.specs(data),)
     with _missing_targets_explained(model, data):
-        traced = trace_step(step, examples, {})
+        traced = trace_step(step, examples, {}, image_args=(data,))
     with _restored([(v.value.handle, v.value.dtype) for v in model.metrics_variables]):  # The step may use only some.
         model.reset_metrics()  # Accumulated means would hide differences.
         size = batch_of(data) if trained is None else trained.plan.batch
