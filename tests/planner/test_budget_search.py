@@ -9,9 +9,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from equivalence import keras_step
 from gradients import gradient_step
 from gradients import model_of as model_of_image
 from keras import layers
+from nets import conv
 
 import tflms_sft
 from rewriters.device import properties
@@ -560,3 +562,18 @@ def test_budget_without_room_for_swaps_names_the_room(monkeypatch):
         monkeypatch.setattr(f"tflms_sft._planner.{module}.no_room", lambda *_: "`spill_dir` has too little space.")
     with pytest.raises(tflms_sft.SwapError, match="too little space"):
         tflms_sft.rewrite(step, AutoParams(caught.value.smallest_bytes), spec)
+
+
+def test_long_rows_are_cut_where_they_slow_filter_gradients_down(monkeypatch):
+    """Rows of 200 pixels exceed the cache, rows of 100 do not."""
+    monkeypatch.setattr(properties, "unfolds_convolutions", lambda: False)
+    monkeypatch.setattr(properties, "onednn_computes", lambda dtype: True)
+    step = keras_step(lambda x: conv(8, name="out")(conv(8)(conv(8)(x))), (64, 200), floatx="float32", steps=1)
+    plain = tflms_sft.rewrite(step.function, AutoParams("8GiB", swap=False), *step.specs).plan.original.peak_bytes
+    columns = {}
+    for slowdown in (1.0, 20.0):
+        rates = dataclasses.replace(NOMINAL, long_row_bytes=100 * 16 * 4, long_row_slowdown=slowdown)
+        monkeypatch.setattr("tflms_sft._rewrite.rewrite.machine_rates", lambda say, rates=rates: rates)
+        plan = tflms_sft.rewrite(step.function, AutoParams(int(0.8 * plain), swap=False), *step.specs).plan
+        columns[slowdown] = [segment.backward_num_tiles[-1] for segment in plan.segments]
+    assert max(columns[1.0]) < min(columns[20.0]), columns

@@ -219,7 +219,7 @@ def test_batches_of_several_sizes_alternate(files):
         assert budget.plan.segments and len(budget._planned) == 1
 
 
-def test_step_that_fits_is_traced_once(files, monkeypatch):
+def test_step_that_fits_is_traced_once(files):
     traces = []
     largest_first = [[paths[number] for number in (0, 3, 0)] for paths in files]
     model = make_model()
@@ -237,12 +237,12 @@ def test_arguments_in_any_order(files, keywords):
     model.optimizer.build(model.trainable_variables)
 
     @tf.function(autograph=False)
-    def step(paths, scale, *, masks):
+    def step(paths, *, scale, masks):
         return model.train_step((paths, masks))["loss"] * scale
 
     images, masks = (tf.constant([paths[1]]) for paths in files)
     arguments = {"masks": masks, "paths": images, "scale": tf.constant(2.0, "float64")}
-    positional = [] if keywords else [arguments.pop("paths"), arguments.pop("scale")]
+    positional = [] if keywords else [arguments.pop("paths")]
     expected = float(make_model().train_on_batch(images, masks)[0])
     fast = tflms_sft.rewrite(step, tflms_sft.SFTParams((2, 2)), *positional, **arguments)
     assert fast.plan.segments

@@ -148,5 +148,5 @@ def shapes_of(batch: Any) -> Shapes:
 
 def with_sizes(spec: tf.TensorSpec, shape: tuple[int, ...]) -> tf.TensorSpec:
     """Return a spec with the sizes of `shape` where its own are unknown, the batch size aside."""
-    inner = [size if own is None else own for own, size in zip(spec.shape[1:], shape[1:], strict=True)]
-    return tf.TensorSpec([spec.shape[0], *inner], spec.dtype)
+    sizes = [planned if size is None else size for size, planned in zip(spec.shape[1:], shape[1:], strict=True)]
+    return tf.TensorSpec([spec.shape[0], *sizes], spec.dtype)
