@@ -32,7 +32,7 @@ def test_options_of_all_commands_are_documented():
     assert "| fraction of the budget that the prediction leaves free | 0.1 |" in plan and "see [MODEL](#model)" in plan
 
 
-def test_help_imports_no_tensorflow():
+def test_help_imports_no_tensorflow(directory):
     program = "import sys, tflms_sft._cli.main as m\ntry:\n    m.main(sys.argv[1:])\nfinally:\n    " + (
         "print(sorted({'tensorflow', 'keras', 'numpy'} & set(sys.modules)))"
     )
