@@ -190,10 +190,13 @@ def test_step_of_a_model_is_verified(files):
 def test_trained_callback_is_verified(files):
     """The callback has trained images of three shapes; its plan is that of the last one."""
     last = tuple(tf.constant([paths[-1]]) for paths in files)
-    for callback in (tflms_sft.SFT((2, 2), verbose=0), tflms_sft.MemoryBudget(350_000, verbose=0)):
-        model = make_model()
-        model.fit(data_of(files), shuffle=False, verbose=0, callbacks=[callback])
-        assert tflms_sft.verify(model, last, callback)
+    open_batch = tf.data.Dataset.from_tensor_slices(tuple(files)).batch(1)
+    for data in (data_of(files), open_batch):
+        for callback in (tflms_sft.SFT((2, 2), verbose=0), tflms_sft.MemoryBudget(350_000, verbose=0)):
+            model = make_model()
+            model.fit(data, shuffle=False, verbose=0, callbacks=[callback])
+            assert callback.plan.batch_is_fixed == (data is not open_batch)
+            assert tflms_sft.verify(model, last, callback)
 
 
 def test_shape_must_be_known_where_it_cannot_be_looked_up(files, step_of):
