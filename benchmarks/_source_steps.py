@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import _child, _nets
+from benchmarks import _alternation, _child, _nets
 from examples import slide
 
 Figures = dict[str, Any]
 
+HAS_FILES = ("residual", "resnet50")
+"""Networks whose tensors between tile loops lie in files."""
 MAX_WARM_SIZE = 4096
 """Largest images, in pixels a side, of which the second step of VGG-16 is measured."""
 
@@ -81,32 +84,36 @@ def _step(size: int, folder: str, in_files: bool, net: str) -> tuple[Any, list[A
     return step, arguments
 
 
-def memory(*, folder: str, size: int, budget: int, net: str, emit: _child.Emit) -> Figures:
-    """Run a step on an image in a file; return its memory beyond that of the process before the step.
-
-    Of residual networks it is the second step: after the first one TensorFlow keeps some 75 MiB for images of any size.
-    VGG-16 has at most a quarter of the memory that the original step needs. Its time is that of the second step with
-    images of at most `MAX_WARM_SIZE`, whose first step takes noticeably longer; its memory is beyond that before the
-    first step, because TensorFlow's allocator keeps the memory of freed tensors.
-    """
-    del emit
+def _budgeted(folder: str, size: int, budget: int, net: str) -> tuple[Any, list[Any], int]:
+    """Return a rewritten step, its arguments, and its budget, of VGG-16 at most a quarter of the original memory."""
     import tflms_sft
 
     step, arguments = _step(size, folder, True, net)
     if net == "vgg16":
         plain = tflms_sft.rewrite(step, tflms_sft.AutoParams("1TiB", swap=False)).plan.original.peak_bytes
         budget = min(budget, plain // 4)
-    has_files = net in ("residual", "resnet50")
-    swap = tflms_sft.LMSParams(tier="disk", spill_dir=folder) if has_files else False
-    step = tflms_sft.rewrite(step, tflms_sft.AutoParams(budget, swap=swap))
-    if has_files:
+    swap = tflms_sft.LMSParams(tier="disk", spill_dir=folder) if net in HAS_FILES else False
+    return tflms_sft.rewrite(step, tflms_sft.AutoParams(budget, swap=swap)), arguments, budget
+
+
+def memory(*, folder: str, size: int, budget: int, net: str, emit: _child.Emit) -> Figures:
+    """Run a step on an image in a file; return its memory beyond that of the process before the step.
+
+    Of residual networks it is the second step: after the first one TensorFlow keeps some 75 MiB for images of any size.
+    The time of VGG-16 is that of the second step with images of at most `MAX_WARM_SIZE`, whose first step takes
+    noticeably longer; its memory is beyond that before the first step, because TensorFlow's allocator keeps the memory
+    of freed tensors. The process is emitted before the step.
+    """
+    step, arguments, budget = _budgeted(folder, size, budget, net)
+    if net in HAS_FILES:
         step(*arguments)["loss"].numpy()
     idle = _child.status_bytes("VmRSS")
     _child.reset_peak_rss()
+    emit({"pid": os.getpid()})
     for _ in range(2 if net == "vgg16" and size <= MAX_WARM_SIZE else 1):
         began = time.perf_counter()
         loss = float(step(*arguments)["loss"].numpy())
-        seconds = time.perf_counter() - began
+        ended = time.perf_counter()
     tiles = [segment.tile_rows[-1] for segment in step.plan.segments]
     return {
         "budget": budget,
@@ -117,9 +124,16 @@ def memory(*, folder: str, size: int, budget: int, net: str, emit: _child.Emit) 
         "tile_bytes": max(math.prod(tile) * 4 for tile in tiles),
         "idle_bytes": idle,
         "rss_bytes": _child.status_bytes("VmHWM") - idle,
-        "seconds": seconds,
+        "began": began,
+        "ended": ended,
         "loss": loss,
     }
+
+
+def repeat(*, folder: str, size: int, budget: int, net: str, emit: _child.Emit) -> None:
+    """Run a step on an image in a file whenever the parent asks for it, and emit its seconds."""
+    step, arguments, _ = _budgeted(folder, size, budget, net)
+    _alternation.repeat(lambda: step(*arguments)["loss"].numpy(), folder, emit)
 
 
 def times(*, folder: str, size: int, budget: int, runs: int, emit: _child.Emit) -> Figures:
