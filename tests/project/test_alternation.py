@@ -50,7 +50,7 @@ def alternate(tmp_path, monkeypatch):
     )
     intervals = []
 
-    def run(iterations=60, fails=""):
+    def run(iterations=120, fails=""):
         def short(on_event):
             kwargs = {"folder": str(tmp_path), "fails": fails == "short"}
             intervals.extend(call("steps:short", kwargs, on_event=on_event))
@@ -71,7 +71,7 @@ def test_long_step_is_stopped_during_short_steps(alternate):
     assert before[1] < moments[0] and moments[-1] < after[0]
     assert not [moment for moment in moments for begin, end in between if begin < moment < end]
     short_seconds = sum(end - begin for begin, end in between)
-    assert 60 * 0.01 < figures["seconds"] <= moments[-1] - moments[0] - short_seconds + 0.3
+    assert 120 * 0.01 < figures["seconds"] <= moments[-1] - moments[0] - short_seconds + 0.3
 
 
 def test_long_step_that_is_not_stopped_keeps_its_time(alternate):
