@@ -26,18 +26,20 @@ PIECE_SECONDS = 120.0
 """Seconds for which the long step runs between two of the short one."""
 POLL_SECONDS = 0.05
 GO, END = "go", "end"
-"""Files that ask the process of the short step for another one, or to end."""
+"""Files that request another short step, and the end of its process."""
 
 
 def repeat(run: Callable[[], None], folder: str, emit: _child.Emit) -> None:
-    """Child's side of the short step: run it when asked, and emit its seconds.
+    """Child's side of the short step: run it when requested, and emit its seconds.
 
     Args:
         run: Runs the step once.
         folder: Where `alternate` creates its files.
         emit: Sends an event to the parent.
     """
-    run()  # The first step takes noticeably longer.
+    began = time.perf_counter()
+    run()  # The first step takes longer.
+    emit({"first_seconds": time.perf_counter() - began})
     go, end = Path(folder, GO), Path(folder, END)
     while not end.exists():
         if go.exists():
@@ -48,73 +50,101 @@ def repeat(run: Callable[[], None], folder: str, emit: _child.Emit) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def alternate(long: Measurement, short: Measurement, folder: str) -> tuple[Figures, list[float]]:
-    """Measure a long step while its process is stopped for a short one, again and again.
+def alternate(long: Measurement, short: Measurement, folder: str) -> Figures:
+    """Measure a long step whose process is stopped for a short one, again and again.
+
+    The children emit their process id as "pid" first.
 
     Args:
-        long: The measurement of the long step. Its child emits its process as "pid" before the step, and returns
-            "began" and "ended", both of `time.perf_counter`.
+        long: The measurement of the long step. Its child emits "ready" before the step, and returns "began" and
+            "ended", readings of `time.perf_counter`.
         short: The measurement of the short step, whose child calls `repeat`.
-        folder: Folder of the files that ask for a short step.
+        folder: Folder of the files that request a short step.
 
     Returns:
-        Figures of the long step, whose "seconds" are without the time in which it was stopped. Seconds of the short
-        steps: the first ran before the long step and the last after it.
+        Figures of the long step. "seconds" is its time without that in which it was stopped, "small_seconds" the times
+        of the short steps, from the beginning of the long step to its end, and "small_first_seconds" that of the
+        first short step in its process.
 
     Raises:
         ChildError: If a child fails.
     """
-    pids: queue.SimpleQueue[_child.Event] = queue.SimpleQueue()
-    times: queue.SimpleQueue[_child.Event] = queue.SimpleQueue()
+    children: list[_Measured] = []
     with futures.ThreadPoolExecutor(2) as pool:
-        reference = pool.submit(short, times.put)
 
         def short_seconds() -> float:
             Path(folder, GO).touch()
-            return float(_next_event(times, reference)["seconds"])
+            return float(children[0].event("seconds"))
 
-        pid, pauses = None, []
         try:
-            seconds = [short_seconds()]
-            measurement = pool.submit(long, pids.put)
-            pid = _next_event(pids, measurement)["pid"]
-            while not futures.wait([measurement], PIECE_SECONDS).done:
-                with _stopped(pid) as pause:
+            children.append(_Measured(pool, short))
+            first = float(children[0].event("first_seconds"))
+            children.append(_Measured(pool, long))
+            children[1].event("ready")
+            seconds, pauses = [], []
+            while not children[1].future.done():
+                with children[1].stopped() as pause:
                     seconds.append(short_seconds())
                 pauses.append(pause)
-            figures = measurement.result()
+                futures.wait([children[1].future], PIECE_SECONDS)
+            figures = children[1].future.result()
             seconds.append(short_seconds())
         except BaseException:
-            if pid is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            for child in children:
+                child.kill()
             raise
         finally:
             Path(folder, END).touch()
     began, ended = figures.pop("began"), figures.pop("ended")
     stopped = sum(max(min(stop, ended) - max(start, began), 0.0) for start, stop in pauses)
-    return {**figures, "seconds": ended - began - stopped}, seconds
+    return {**figures, "seconds": ended - began - stopped, "small_seconds": seconds, "small_first_seconds": first}
 
 
-def _next_event(events: queue.SimpleQueue[_child.Event], measurement: futures.Future[Figures]) -> _child.Event:
-    """Wait for the next event of a child; raise if the child ends without one."""
-    while True:
-        has_ended = measurement.done()
-        with contextlib.suppress(queue.Empty):
-            return events.get(timeout=1)
-        if has_ended:
-            raise _child.ChildError(f"The child ended without an event, with result {measurement.result()}.")
+class _Measured:
+    """A measurement in a child process, which runs in a thread."""
 
+    def __init__(self, pool: futures.Executor, measure: Measurement) -> None:
+        self._events: queue.SimpleQueue[_child.Event] = queue.SimpleQueue()
+        self._pid: int | None = None
+        self.future = pool.submit(measure, self._receive)
 
-@contextlib.contextmanager
-def _stopped(pid: int) -> Iterator[list[float]]:
-    """Stop a process; yield a list that holds the moments of its stop and, afterwards, of its continuation."""
-    pause = [time.perf_counter()]
-    with contextlib.suppress(ProcessLookupError):  # It may just have ended.
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        yield pause
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
-        pause.append(time.perf_counter())
+    def _receive(self, event: _child.Event) -> None:
+        """Record the process id, in the thread of the measurement: an interruption does not lose it."""
+        self._pid = event.get("pid", self._pid)
+        self._events.put(event)
+
+    def event(self, key: str) -> Any:
+        """Wait for the event with this key and return its value; raise if the child ends without one."""
+        while True:
+            has_ended = self.future.done()
+            try:
+                event = self._events.get(timeout=POLL_SECONDS)
+            except queue.Empty:
+                if has_ended:
+                    result = self.future.result()
+                    raise _child.ChildError(f"The child ended without the event {key!r}: {result}.") from None
+                continue
+            if key in event:
+                return event[key]
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[list[float]]:
+        """Stop the process; yield a list that holds the moments of its stop and, afterwards, of its continuation."""
+        pause = [time.perf_counter()]
+        self._send(signal.SIGSTOP)
+        try:
+            yield pause
+        finally:
+            self._send(signal.SIGCONT)
+            pause.append(time.perf_counter())
+
+    def kill(self) -> None:
+        """Kill the process if it runs."""
+        while self._pid is None and not self.future.done():
+            time.sleep(POLL_SECONDS)
+        self._send(signal.SIGKILL)
+
+    def _send(self, number: signal.Signals) -> None:
+        if self._pid is not None and not self.future.done():
+            with contextlib.suppress(ProcessLookupError):  # It may just have ended.
+                os.kill(self._pid, number)

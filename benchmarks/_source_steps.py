@@ -102,18 +102,20 @@ def memory(*, folder: str, size: int, budget: int, net: str, emit: _child.Emit) 
     Of residual networks it is the second step: after the first one TensorFlow keeps some 75 MiB for images of any size.
     The time of VGG-16 is that of the second step with images of at most `MAX_WARM_SIZE`, whose first step takes
     noticeably longer; its memory is beyond that before the first step, because TensorFlow's allocator keeps the memory
-    of freed tensors. The process is emitted before the step.
+    of freed tensors.
     """
+    emit({"pid": os.getpid()})
     step, arguments, budget = _budgeted(folder, size, budget, net)
     if net in HAS_FILES:
         step(*arguments)["loss"].numpy()
     idle = _child.status_bytes("VmRSS")
     _child.reset_peak_rss()
-    emit({"pid": os.getpid()})
-    for _ in range(2 if net == "vgg16" and size <= MAX_WARM_SIZE else 1):
-        began = time.perf_counter()
-        loss = float(step(*arguments)["loss"].numpy())
-        ended = time.perf_counter()
+    if net == "vgg16" and size <= MAX_WARM_SIZE:
+        step(*arguments)["loss"].numpy()
+    emit({"ready": True})
+    began = time.perf_counter()
+    loss = float(step(*arguments)["loss"].numpy())
+    ended = time.perf_counter()
     tiles = [segment.tile_rows[-1] for segment in step.plan.segments]
     return {
         "budget": budget,
@@ -131,7 +133,8 @@ def memory(*, folder: str, size: int, budget: int, net: str, emit: _child.Emit) 
 
 
 def repeat(*, folder: str, size: int, budget: int, net: str, emit: _child.Emit) -> None:
-    """Run a step on an image in a file whenever the parent asks for it, and emit its seconds."""
+    """Run a step on an image in a file whenever the parent requests it, and emit its seconds."""
+    emit({"pid": os.getpid()})
     step, arguments, _ = _budgeted(folder, size, budget, net)
     _alternation.repeat(lambda: step(*arguments)["loss"].numpy(), folder, emit)
 
