@@ -2,7 +2,7 @@
 
 import functools
 import os
-import signal
+from concurrent import futures
 
 import pytest
 
@@ -55,18 +55,14 @@ def alternate(tmp_path, monkeypatch):
     call = functools.partial(_child.call_in_child, env={"PYTHONPATH": path})
     intervals = []
 
-    def run(iterations=120, fails="", interrupt=lambda event: None):
+    def run(iterations=120, fails=""):
         def short(on_event):
             kwargs = {"folder": str(tmp_path), "fails": fails == "short"}
             intervals.extend(call("steps:short", kwargs, on_event=on_event))
 
         def long(on_event):
-            def receive(event):
-                on_event(event)
-                interrupt(event)
-
             kwargs = {"folder": str(tmp_path), "iterations": iterations, "fails": fails == "long"}
-            return call("steps:long", kwargs, on_event=receive)
+            return call("steps:long", kwargs, on_event=on_event)
 
         return _alternation.alternate(long, short, str(tmp_path)), intervals
 
@@ -93,11 +89,11 @@ def test_failed_step_ends_both_processes(alternate, step, tmp_path):
     assert not (tmp_path / "long").exists()
 
 
-def test_interruption_ends_both_processes(alternate, tmp_path):
-    def interrupt(event):
-        if "ready" in event:
-            os.kill(os.getpid(), signal.SIGINT)
+def test_interruption_ends_both_processes(alternate, tmp_path, monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
 
+    monkeypatch.setattr(futures, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        alternate(iterations=MANY_ITERATIONS, interrupt=interrupt)
+        alternate(iterations=MANY_ITERATIONS)
     assert not (tmp_path / "long").exists()
