@@ -69,25 +69,26 @@ def alternate(long: Measurement, short: Measurement, folder: str) -> Figures:
     Raises:
         ChildError: If a child fails.
     """
-    children: list[_Measured] = []
     with futures.ThreadPoolExecutor(2) as pool:
 
         def short_seconds() -> float:
             Path(folder, GO).touch()
-            return float(children[0].event("seconds"))
+            return float(reference.event("seconds"))
 
+        reference = _Measured(pool, short)
+        children = [reference]
         try:
-            children.append(_Measured(pool, short))
-            first = float(children[0].event("first_seconds"))
-            children.append(_Measured(pool, long))
-            children[1].event("ready")
+            first = float(reference.event("first_seconds"))
+            measurement = _Measured(pool, long)
+            children.append(measurement)
+            measurement.event("ready")
             seconds, pauses = [], []
-            while not children[1].future.done():
-                with children[1].stopped() as pause:
+            while not measurement.future.done():
+                with measurement.stopped() as pause:
                     seconds.append(short_seconds())
                 pauses.append(pause)
-                futures.wait([children[1].future], PIECE_SECONDS)
-            figures = children[1].future.result()
+                futures.wait([measurement.future], PIECE_SECONDS)
+            figures = measurement.future.result()
             seconds.append(short_seconds())
         except BaseException:
             for child in children:

@@ -14,7 +14,7 @@ from examples import slide
 
 Figures = dict[str, Any]
 
-HAS_FILES = ("residual", "resnet50")
+NETS_WITH_FILES = ("residual", "resnet50")
 """Networks whose tensors between tile loops lie in files."""
 MAX_WARM_SIZE = 4096
 """Largest images, in pixels a side, of which the second step of VGG-16 is measured."""
@@ -92,7 +92,7 @@ def _budgeted(folder: str, size: int, budget: int, net: str) -> tuple[Any, list[
     if net == "vgg16":
         plain = tflms_sft.rewrite(step, tflms_sft.AutoParams("1TiB", swap=False)).plan.original.peak_bytes
         budget = min(budget, plain // 4)
-    swap = tflms_sft.LMSParams(tier="disk", spill_dir=folder) if net in HAS_FILES else False
+    swap = tflms_sft.LMSParams(tier="disk", spill_dir=folder) if net in NETS_WITH_FILES else False
     return tflms_sft.rewrite(step, tflms_sft.AutoParams(budget, swap=swap)), arguments, budget
 
 
@@ -106,7 +106,7 @@ def memory(*, folder: str, size: int, budget: int, net: str, emit: _child.Emit) 
     """
     emit({"pid": os.getpid()})
     step, arguments, budget = _budgeted(folder, size, budget, net)
-    if net in HAS_FILES:
+    if net in NETS_WITH_FILES:
         step(*arguments)["loss"].numpy()
     idle = _child.status_bytes("VmRSS")
     _child.reset_peak_rss()

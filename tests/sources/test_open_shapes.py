@@ -187,16 +187,17 @@ def test_step_of_a_model_is_verified(files):
     assert tflms_sft.verify(make_model(), batch, tflms_sft.SFTParams((2, 2)))
 
 
-def test_trained_callback_is_verified(files):
+@pytest.mark.parametrize("is_fixed", [True, False], ids=["fixed batch", "open batch"])
+@pytest.mark.parametrize("name", ["SFT", "MemoryBudget"])
+def test_trained_callback_is_verified(files, name, is_fixed):
     """The callback has trained images of three shapes; its plan is that of the last one."""
     last = tuple(tf.constant([paths[-1]]) for paths in files)
-    open_batch = tf.data.Dataset.from_tensor_slices(tuple(files)).batch(1)
-    for data in (data_of(files), open_batch):
-        for callback in (tflms_sft.SFT((2, 2), verbose=0), tflms_sft.MemoryBudget(350_000, verbose=0)):
-            model = make_model()
-            model.fit(data, shuffle=False, verbose=0, callbacks=[callback])
-            assert callback.plan.batch_is_fixed == (data is not open_batch)
-            assert tflms_sft.verify(model, last, callback)
+    data = data_of(files) if is_fixed else tf.data.Dataset.from_tensor_slices(tuple(files)).batch(1)
+    callback = getattr(tflms_sft, name)((2, 2) if name == "SFT" else 350_000, verbose=0)
+    model = make_model()
+    model.fit(data, shuffle=False, verbose=0, callbacks=[callback])
+    assert callback.plan.batch_is_fixed == is_fixed
+    assert tflms_sft.verify(model, last, callback)
 
 
 def test_shape_must_be_known_where_it_cannot_be_looked_up(files, step_of):
