@@ -138,7 +138,7 @@ def train(
 def draw(runs: dict[int, _child.Outcome], path: Path) -> None:
     """Draw the memory of the processes over time."""
     with memory_axes(path, "RSS", "lower right") as axes:
-        for size, outcome in runs.items():
+        for size, outcome in sorted(runs.items(), reverse=True):  # The smaller ones end sooner: their lines lie above.
             label = f"{size:,} px, {size * size * 12 / GIB:.2f} GiB as float32"
             times = [sample.seconds for sample in outcome.samples]
             axes.plot(times, [sample.rss / GIB for sample in outcome.samples], linewidth=1.2, label=label)
