@@ -76,7 +76,7 @@ def assert_same(before, after):
 
 
 @pytest.mark.parametrize("is_short", [False, True])
-@pytest.mark.parametrize("stride", [5, 1])
+@pytest.mark.parametrize("stride", [11, 1])
 def test_any_read_that_fails_changes_no_variable(failing, stride, is_short):
     images, masks = pixels(0, *SHAPE), pixels(1, *SHAPE[:2], 1) % 2
     arrays = {"image": images, "mask": masks}
