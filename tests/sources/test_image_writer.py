@@ -110,13 +110,29 @@ def test_file_that_exists(tmp_path):
     assert zarr.open_array(tmp_path / "result").shape == (*SHAPE[:2], 2)
 
 
-def test_folder_that_is_no_array_is_kept(tmp_path):
-    (tmp_path / "precious").mkdir()
-    (tmp_path / "precious" / "file").write_text("content")
+@pytest.mark.parametrize("zarr_format", [None, 2, 3])
+def test_folder_that_is_no_array_is_kept(tmp_path, zarr_format):
+    """A group of arrays neither, whose root has a file `zarr.json`, too."""
+    folder = tmp_path / "precious"
+    folder.mkdir()
+    if zarr_format:
+        zarr.create_group(folder, zarr_format=zarr_format).create_array("a", shape=(2,), dtype="int8")[:] = 7
+    else:
+        (folder / "zarr.json").write_text("[1, ")
     writer = tflms_sft.ImageWriter("zarr", overwrite=True)
-    with pytest.raises(tflms_sft.ImageWriteError, match="precious`: it is a folder without an array"):
-        writer(tf.zeros([1, 8, 8, 2]), tf.constant([str(tmp_path / "precious")]))
-    assert (tmp_path / "precious" / "file").read_text() == "content"
+    with pytest.raises(tflms_sft.ImageWriteError, match="precious`: it is a folder, but no zarr array. Remove it"):
+        writer(tf.zeros([1, 8, 8, 2]), tf.constant([str(folder)]))
+    if zarr_format:
+        assert list(zarr.open_array(folder / "a")) == [7, 7]
+    else:
+        assert (folder / "zarr.json").read_text() == "[1, "
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_array_is_overwritten(tmp_path, zarr_format):
+    zarr.create_array(tmp_path / "a", shape=(2,), dtype="int8", zarr_format=zarr_format)
+    tflms_sft.ImageWriter("zarr", overwrite=True)(tf.zeros([1, 8, 8, 2]), tf.constant([str(tmp_path / "a")]))
+    assert zarr.open_array(tmp_path / "a").shape == (8, 8, 2)
 
 
 def test_images_of_a_batch_with_one_path(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
 import os
 import shutil
@@ -26,9 +27,6 @@ __all__ = ["ImageWriter"]
 Target = Any
 """An array with `__setitem__`, which receives a slice for each dimension."""
 
-ZARR_ARRAY = ("zarr.json", ".zarray")
-"""Files that tell a zarr array from another folder."""
-
 DEFAULT_CHUNK = 512
 """Height and width of the chunks of a zarr array."""
 
@@ -39,6 +37,14 @@ def create_zarr(path: str, shape: tuple[int, ...], dtype: np.dtype) -> Target:
 
     chunks = tuple(min(size, DEFAULT_CHUNK) for size in shape)
     return zarr.create_array(path, shape=shape, chunks=chunks, dtype=dtype, config={"write_empty_chunks": True})
+
+
+def _is_zarr_array(folder: Path) -> bool:
+    """Return whether a folder is a zarr array; a group of arrays is none, although it also has a `zarr.json`."""
+    try:
+        return (folder / ".zarray").exists() or json.loads((folder / "zarr.json").read_bytes())["node_type"] == "array"
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
 
 
 def create_numpy(path: str, shape: tuple[int, ...], dtype: np.dtype) -> Target:
@@ -127,10 +133,10 @@ class RegionWrites:
                 raise FileExistsError("it exists. Remove it, or pass `overwrite=True`")
             if not os.path.isdir(path):
                 os.remove(path)
-            elif any(Path(path, name).exists() for name in ZARR_ARRAY):
+            elif _is_zarr_array(Path(path)):
                 shutil.rmtree(path)
             else:
-                raise FileExistsError("it is a folder without an array")
+                raise FileExistsError("it is a folder, but no zarr array. Remove it")
         return self._create(path, shape, dtype)
 
 
