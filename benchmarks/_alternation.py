@@ -30,11 +30,11 @@ GO, END = "go", "end"
 
 
 def repeat(run: Callable[[], None], folder: str, emit: _child.Emit) -> None:
-    """Child's side of the short step: run it when requested, and emit its seconds.
+    """Run the short step once, and then whenever it is requested; emit the seconds of each run. For the child process.
 
     Args:
         run: Runs the step once.
-        folder: Where `alternate` creates its files.
+        folder: Folder of the files that request a run, and the end of the process.
         emit: Sends an event to the parent.
     """
     began = time.perf_counter()
@@ -130,7 +130,7 @@ class _Measured:
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[list[float]]:
-        """Stop the process; yield a list that holds the moments of its stop and, afterwards, of its continuation."""
+        """Pause the process; yield a list of the times at which it paused and, after the block, continued."""
         pause = [time.perf_counter()]
         self._send(signal.SIGSTOP)
         try:

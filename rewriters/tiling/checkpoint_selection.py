@@ -449,10 +449,10 @@ class CheckpointSelection:
         return {t for t, live_range in ranges if t not in required and live_range.producer <= self._last_forward}
 
     def checkpoints(self) -> list[set[Tensor]]:
-        """Return sets of checkpoints: first all droppable tensors, then sets with which the backward phase needs less.
+        """Return choices of tensors to save: first all droppable ones, then choices that need less memory.
 
-        All tensors between two checkpoints are recomputed and alive together. The checkpoints before them are alive at
-        that time, too, and the later ones are not.
+        While the tensors between one checkpoint and the next are recomputed, they are alive together with all earlier
+        checkpoints. The later ones are freed by then.
         """
         loops = self._forward_loops()
         sets = [self.droppable()]

@@ -232,7 +232,10 @@ class RowDemand:
     def held_rows(
         self, node: Node, demanded: Region, plan: tuple[AxisPlan, ...], available: Container[Tensor]
     ) -> tuple[tuple[AxisPlan, ...], Region]:
-        """Return the final plan of an op, and the rows that a tile holds of those results that are not `available`."""
+        """Return the plan of an op, which a subclass may change, and the rows of its results that a tile keeps.
+
+        Results that are `available` exist in full size.
+        """
         del node, demanded, available
         return plan, tuple(p.kept for p in plan)  # type: ignore[misc]
 

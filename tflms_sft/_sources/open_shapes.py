@@ -66,14 +66,15 @@ class UnknownSizes:
         return shapes
 
     def shape(self, reader: Reader, keys: Any) -> Shape:
-        """Return the shape of the images that a reader gets in the step that is traced now.
+        """Return the shape of the images of a reader in the step that is traced now, without the batch size.
 
         Args:
             reader: The reader.
-            keys: Its keys, a tensor of the graph.
+            keys: Paths or indices of its images, a tensor of the graph.
 
         Raises:
             RewriteError: If the keys are no argument of the step, or if only their spec is known.
+            ImageReadError: If a file cannot be read.
         """
         source, begin = source_of_keys(keys), f"The sizes of the images that `{reader.name}` reads are unknown: "
         inputs: Sequence[Any] = keys.graph.inputs if keys.graph.outer_graph is self._outer_graph else ()

@@ -37,7 +37,7 @@ def record_error(error: OSError) -> OSError:
 
 @contextlib.contextmanager
 def read_errors() -> Iterator[None]:
-    """Raise the error of a read or a write instead of TensorFlow's."""
+    """Raise, instead of an error of TensorFlow, the one of the read or write that caused it."""
     _errors.clear()
     try:
         yield
