@@ -12,7 +12,20 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from children import printed
-from pipelined import CUTS, HERE, SCHEDULES, batches, compiled, fitted, hand_step, largest_error, net, run, train_step
+from pipelined import (
+    COMPARED,
+    CUTS,
+    HERE,
+    SCHEDULES,
+    batches,
+    compiled,
+    fitted,
+    hand_step,
+    largest_error,
+    net,
+    run,
+    train_step,
+)
 
 import tflms_sft
 from rewriters.analysis.graph_analysis import GraphAnalysis
@@ -45,8 +58,7 @@ def in_float64(fresh_keras):
 # On devices -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("schedule", "count"), SCHEDULES)
-@pytest.mark.parametrize("kind", ["sequential", "skip"])
+@pytest.mark.parametrize(("kind", "schedule", "count"), COMPARED)
 def test_pipeline_five_steps_equal_plain(found, kind, schedule, count):
     """Logs, and then all weights, slots, counters and states of metrics."""
     result = found[f"{kind} {schedule} {count}"]
@@ -55,16 +67,14 @@ def test_pipeline_five_steps_equal_plain(found, kind, schedule, count):
         assert result["bit equal"]
 
 
-@pytest.mark.parametrize(("schedule", "count"), SCHEDULES)
-@pytest.mark.parametrize("kind", ["sequential", "skip"])
+@pytest.mark.parametrize(("kind", "schedule", "count"), COMPARED)
 def test_ops_run_on_the_device_of_their_slot(found, kind, schedule, count):
     result = found[f"{kind} {schedule} {count}"]
     assert result["placed"] > 50 * count and not result["misplaced"]
     assert result["layers"] >= 4 * 2 * count and not result["strayed"]
 
 
-@pytest.mark.parametrize(("schedule", "count"), SCHEDULES)
-@pytest.mark.parametrize("kind", ["sequential", "skip"])
+@pytest.mark.parametrize(("kind", "schedule", "count"), COMPARED)
 def test_devices_run_slots_sequentially(found, kind, schedule, count):
     """As recorded in a run: nothing of a slot begins before what is in the slot before has ended."""
     result = found[f"{kind} {schedule} {count}"]

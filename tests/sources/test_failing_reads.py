@@ -2,8 +2,6 @@
 
 import errno
 import threading
-import time
-from concurrent import futures
 
 import keras
 import numpy as np
@@ -192,20 +190,3 @@ def test_few_images_stay_open(has_several_shapes):
         size = np.array([1, *shape])
         reads.of_shape(shape)(np.array([key], object), 0 * size, size, 0 * size, 0 * size)
     assert len(images._images) == open_images.MAX_OPEN_IMAGES
-
-
-def test_images_of_several_readers_are_opened_one_by_one():
-    """NumPy's parser of headers is not safe in threads."""
-    is_open, opened_while_open = threading.Lock(), []
-
-    def opened(path):
-        opened_while_open.append(not is_open.acquire(blocking=False))
-        time.sleep(0.05)
-        if not opened_while_open[-1]:
-            is_open.release()
-        return formats.ArraySource(pixels(0, 8, 8, 1))
-
-    spec = open_images.ImageSpec(opened, lambda path: (), (8, 8, 1), np.dtype("uint8"))
-    with futures.ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda images: images.opened("image"), [open_images.OpenImages(spec) for _ in range(4)]))
-    assert opened_while_open == [False] * 4

@@ -3,6 +3,9 @@
 import gzip
 import os
 import shutil
+import threading
+import time
+from concurrent import futures
 
 import nibabel
 import numpy as np
@@ -321,3 +324,21 @@ def test_readers_are_saved_and_loaded():
     assert loaded.get_config() == image_reader.get_config()
     with pytest.raises(ValueError, match="`own` cannot be saved: its `source` is a function"):
         tflms_sft.ImageReader(open, SHAPE, name="own").get_config()
+
+
+def test_headers_of_numpy_files_are_parsed_one_by_one(tmp_path, monkeypatch):
+    """NumPy's parser is not safe in threads."""
+    path, is_loading, overlaps, load = tmp_path / "a.npy", threading.Lock(), [], np.load
+    np.save(path, np.zeros((4, 4, 3)))
+
+    def slow(*args, **options):
+        overlaps.append(not is_loading.acquire(blocking=False))
+        time.sleep(0.05)
+        if not overlaps[-1]:
+            is_loading.release()
+        return load(*args, **options)
+
+    monkeypatch.setattr(np, "load", slow)
+    with futures.ThreadPoolExecutor(4) as pool:
+        sources = list(pool.map(lambda _: formats.open_numpy(str(path), None, 0, False), range(4)))
+    assert overlaps == [False] * 4 and {source.shape for source in sources} == {(4, 4, 3)}

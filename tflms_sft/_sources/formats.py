@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import mmap
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -233,13 +234,19 @@ def open_hdf5(path: str, array: str | None, level: int, fills_missing: bool) -> 
     return ArraySource(file[names[0]])
 
 
+_PARSING = threading.Lock()
+"""Held while NumPy parses the header of a file, with `ast`. In some releases of CPython, 3.11.7 for instance, `ast` may
+fail with a `SystemError` if several threads parse (CPython issue 106905)."""
+
+
 def open_numpy(path: str, array: str | None, level: int, fills_missing: bool) -> Source:
     """Open an array of an `.npy` file. Its pages are released after each read: they would count as memory."""
     del array, level, fills_missing
     with open(path, "rb") as file:
         if file.read(len(NPY_MAGIC)) != NPY_MAGIC:
             raise ValueError("it is no `.npy` file, as `numpy.save` writes them")
-    pages: Any = np.load(path, mmap_mode="r", allow_pickle=False)
+    with _PARSING:
+        pages: Any = np.load(path, mmap_mode="r", allow_pickle=False)
     mapping: Any = pages._mmap  # Nothing public releases pages.
     return ArraySource(pages, lambda: mapping.madvise(mmap.MADV_DONTNEED))
 

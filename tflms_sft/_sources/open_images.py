@@ -18,10 +18,6 @@ __all__: list[str] = []
 MAX_OPEN_IMAGES = 16
 """Images that stay open, those used last."""
 
-_OPENING = threading.Lock()
-"""Held while any image is opened. NumPy parses the header of a file with `ast`, which fails with a `SystemError` if
-threads do so concurrently: CPython issue 106905, in 3.11.7 for instance."""
-
 
 @dataclasses.dataclass(frozen=True)
 class ImageSpec:
@@ -146,8 +142,7 @@ class OpenImages:
         with self._lock:
             image = self._images.get(path)
             if image is None:
-                with _OPENING:
-                    source = self.spec.open(path)
+                source = self.spec.open(path)
                 image = self._images[path] = OpenImage(source, self.spec.check(source), state)
                 if len(self._images) > MAX_OPEN_IMAGES:
                     self._images.popitem(last=False)
