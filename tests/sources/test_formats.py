@@ -7,10 +7,12 @@ import threading
 import time
 from concurrent import futures
 
+import keras
 import nibabel
 import numpy as np
 import pytest
 import tensorflow as tf
+import zarr
 from image_files import WRITERS, reader, write_group, write_images, write_tiff, write_zarr
 
 import tflms_sft
@@ -170,6 +172,19 @@ def test_file_that_changes(tmp_path):
     with pytest.raises(tflms_sft.ImageReadError, match="has changed since it was opened"):
         whole(image_reader, path)
     np.testing.assert_array_equal(whole(image_reader, path), image + 1)  # A later step opens it again.
+
+
+@pytest.mark.parametrize("options", [{"level": 0}, {"array": "0"}])
+def test_array_of_a_group_that_changes(tmp_path, options):
+    image, path = pixels(*SHAPE), tmp_path / "pyramid.zarr"
+    write_group(path, image)
+    image_reader = tflms_sft.ImageReader("zarr", SHAPE, **options)
+    whole(image_reader, str(path))
+    del zarr.open_group(str(path))["0"]
+    zarr.open_group(str(path)).create_array("0", shape=SHAPE, chunks=SHAPE, dtype="uint8")[...] = image + 1
+    with pytest.raises(tflms_sft.ImageReadError, match="has changed since it was opened. Call `close`"):
+        whole(image_reader, str(path))
+    np.testing.assert_array_equal(whole(image_reader, str(path)), image + 1)
 
 
 @pytest.mark.parametrize(
@@ -342,3 +357,19 @@ def test_headers_of_numpy_files_are_parsed_one_by_one(tmp_path, monkeypatch):
     with futures.ThreadPoolExecutor(4) as pool:
         sources = list(pool.map(lambda _: formats.open_numpy(str(path), None, 0, False), range(4)))
     assert overlaps == [False] * 4 and {source.shape for source in sources} == {(4, 4, 3)}
+
+
+def test_truncated_numpy_file(tmp_path):
+    (path,) = write_images(tmp_path, "numpy", pixels(1, *SHAPE))
+    os.truncate(path, 1000)
+    with pytest.raises(tflms_sft.ImageReadError, match=f"`{path}`: .*Is it truncated"):
+        whole(reader("numpy", pixels(1, *SHAPE)), path)
+
+
+def test_indices_in_floating_point_are_refused(tmp_path):
+    """They would be converted to the type of the images, 299.0 to 43."""
+    paths = write_images(tmp_path, "numpy", pixels(2, *SHAPE))
+    image_reader = reader("numpy", pixels(2, *SHAPE), paths=paths)
+    for keys in (tf.constant([1.0]), keras.Input(())):
+        with pytest.raises(ValueError, match="must be integers, indices of `paths`. Received: dtype='float32'"):
+            image_reader(keys)

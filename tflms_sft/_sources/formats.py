@@ -38,13 +38,20 @@ Fingerprint = tuple[int, ...]
 """Size, modification time and inode of a file."""
 
 
-def fingerprint(path: str) -> Fingerprint:
+def fingerprint(path: str, array: str | None = None, level: int = 0) -> Fingerprint:
     """Return numbers that differ after a change of a file; of a zarr array, those of its metadata file.
+
+    Args:
+        path: The file, or the folder of a zarr array or group.
+        array: Name of the array in a group.
+        level: Level of a pyramid, whose arrays are named by numbers.
 
     Raises:
         OSError: If there is no such file.
     """
-    metadata = (Path(path, name) for name in ("zarr.json", ".zarray", ".zgroup"))
+    node = Path(path, array or "")
+    folders = (node / str(level), node, Path(path))
+    metadata = (folder / name for folder in folders for name in ("zarr.json", ".zarray", ".zgroup"))
     status = os.stat(next(filter(Path.exists, metadata), path))
     return (status.st_size, status.st_mtime_ns, status.st_ino)
 
@@ -245,8 +252,11 @@ def open_numpy(path: str, array: str | None, level: int, fills_missing: bool) ->
     with open(path, "rb") as file:
         if file.read(len(NPY_MAGIC)) != NPY_MAGIC:
             raise ValueError("it is no `.npy` file, as `numpy.save` writes them")
-    with _PARSING:
-        pages: Any = np.load(path, mmap_mode="r", allow_pickle=False)
+    try:
+        with _PARSING:
+            pages: Any = np.load(path, mmap_mode="r", allow_pickle=False)
+    except ValueError as error:
+        raise ValueError(f"{error}. Is it truncated?") from error
     mapping: Any = pages._mmap  # Nothing public releases pages.
     return ArraySource(pages, lambda: mapping.madvise(mmap.MADV_DONTNEED))
 

@@ -90,7 +90,8 @@ class ImageReader(keras.layers.Layer):
     ) -> None:
         if dtype not in DTYPES:
             raise ValueError(f"`dtype` must be one of {DTYPES}. Received: dtype={dtype!r}.")
-        super().__init__(name=name, dtype=dtype, trainable=False)
+        # Keras would convert indices in floating point to the type of the images, 299.0 to 43, before they are checked.
+        super().__init__(name=name, dtype=dtype, trainable=False, autocast=False)
         self.supports_jit = False
         if isinstance(source, str):
             if source not in FORMATS:
@@ -139,7 +140,7 @@ class ImageReader(keras.layers.Layer):
             return ()  # The user's function decides what a path is.
         if REMOTE in path:
             raise ValueError("remote files are not read. Copy it to a local disk")
-        return fingerprint(path)
+        return fingerprint(path, self._options["array"], self._options["level"])
 
     def call(self, keys: Any, training: bool = False) -> Any:
         """Return the images of a batch.
@@ -148,12 +149,7 @@ class ImageReader(keras.layers.Layer):
             keys: Paths or indices, of shape `(batch,)`.
             training: Whether views are drawn.
         """
-        is_text = self.paths is None
-        if not (keys.dtype == tf.string if is_text else keys.dtype.is_integer):
-            expected = "strings with paths" if is_text else "integers, indices of `paths`"
-            raise ValueError(f"The input of `{self.name}` must be {expected}. Received: dtype={keys.dtype.name!r}.")
-        if keys.shape.rank != 1:
-            raise ValueError(f"The input of `{self.name}` must have the shape (batch,). Received: {tuple(keys.shape)}.")
+        self._check_keys(keys)
         if self.paths is not None:
             keys = tf.cast(keys, tf.int64)
         if self.view is not None:
@@ -164,6 +160,19 @@ class ImageReader(keras.layers.Layer):
             shape = unknown_sizes.shape(self, keys)
             read = self._reads.of_shape(shape).read
         return read_images(read, keys, shape, self.compute_dtype, self._shape_in_files)
+
+    def _check_keys(self, keys: Any) -> None:
+        """Refuse keys that are neither paths nor indices.
+
+        Raises:
+            ValueError: For another type, or more than one dimension.
+        """
+        dtype, is_text = keras.backend.standardize_dtype(keys.dtype), self.paths is None
+        if not (dtype == "string" if is_text else keras.backend.is_int_dtype(dtype)):
+            expected = "strings with paths" if is_text else "integers, indices of `paths`"
+            raise ValueError(f"The input of `{self.name}` must be {expected}. Received: dtype={dtype!r}.")
+        if len(keys.shape) != 1:
+            raise ValueError(f"The input of `{self.name}` must have the shape (batch,). Received: {tuple(keys.shape)}.")
 
     def shape_in_files(self, keys: Any) -> tuple[int, ...]:
         """Return the shape of the images of a batch from the headers of their files.
@@ -188,6 +197,7 @@ class ImageReader(keras.layers.Layer):
             training: Not used.
         """
         del training
+        self._check_keys(keys)
         return keras.KerasTensor((keys.shape[0], *self.output_image_shape), self.compute_dtype)
 
     def get_config(self) -> dict[str, Any]:

@@ -148,7 +148,9 @@ class OpenImages:
                     self._images.popitem(last=False)
             self._images.move_to_end(path)
         if image.fingerprint != state:
-            raise OSError("the file has changed since it was opened")
+            raise OSError(
+                "the file has changed since it was opened. Call `close` of the reader before you replace files"
+            )
         if shape not in (None, image.shape):
             raise ValueError(
                 f"it has the shape {image.shape}, but the step is planned for {shape}. Call `tflms_sft.rewrite` once "
