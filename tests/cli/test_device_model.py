@@ -54,7 +54,8 @@ def run(tmp_path, monkeypatch, capsys):
     return command
 
 
-def test_plan_names_the_card_and_predicts_seconds(run):
+def test_plan_names_the_card_and_predicts_seconds(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("TFLMS_SFT_PLAN_CACHE", str(tmp_path / "plans"))  # The second plan needs no search.
     options = ("--input-shape", "4096,4096,3", "--device-model", "rtx2080ti")
     code, out, _ = run("plan", *options, "--budget", "3GiB")
     assert code == 0
