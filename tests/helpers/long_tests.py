@@ -1,4 +1,4 @@
-"""The list of tests that take long and have shorter ones beside them; a helper of `conftest.py`, no test."""
+"""The list of tests that take long and whose code shorter ones run, too; a helper of `conftest.py`, no test."""
 
 from pathlib import Path
 

@@ -174,7 +174,7 @@ def test_file_that_changes(tmp_path):
     np.testing.assert_array_equal(whole(image_reader, path), image + 1)  # A later step opens it again.
 
 
-@pytest.mark.parametrize("options", [{"level": 0}, {"array": "0"}])
+@pytest.mark.parametrize("options", [{"level": 0}, {"array": "0"}, {"array": "/0"}])
 def test_array_of_a_group_that_changes(tmp_path, options):
     image, path = pixels(*SHAPE), tmp_path / "pyramid.zarr"
     write_group(path, image)

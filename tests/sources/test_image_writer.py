@@ -120,7 +120,7 @@ def test_folder_that_is_no_array_is_kept(tmp_path, zarr_format):
     else:
         (folder / "zarr.json").write_text("[1, ")
     writer = tflms_sft.ImageWriter("zarr", overwrite=True)
-    with pytest.raises(tflms_sft.ImageWriteError, match="precious`: it is a folder, but no zarr array. Remove it"):
+    with pytest.raises(tflms_sft.ImageWriteError, match="precious`: it is a folder, but no zarr array. Write"):
         writer(tf.zeros([1, 8, 8, 2]), tf.constant([str(folder)]))
     if zarr_format:
         assert list(zarr.open_array(folder / "a")) == [7, 7]

@@ -49,7 +49,7 @@ def fingerprint(path: str, array: str | None = None, level: int = 0) -> Fingerpr
     Raises:
         OSError: If there is no such file.
     """
-    node = Path(path, array or "")
+    node = Path(path, (array or "").strip("/"))
     folders = (node / str(level), node, Path(path))
     metadata = (folder / name for folder in folders for name in ("zarr.json", ".zarray", ".zgroup"))
     status = os.stat(next(filter(Path.exists, metadata), path))
@@ -256,7 +256,7 @@ def open_numpy(path: str, array: str | None, level: int, fills_missing: bool) ->
         with _PARSING:
             pages: Any = np.load(path, mmap_mode="r", allow_pickle=False)
     except ValueError as error:
-        raise ValueError(f"{error}. Is it truncated?") from error
+        raise ValueError(f"{error}. Is it truncated, or an array of Python objects?") from error
     mapping: Any = pages._mmap  # Nothing public releases pages.
     return ArraySource(pages, lambda: mapping.madvise(mmap.MADV_DONTNEED))
 

@@ -171,8 +171,8 @@ class ImageReader(keras.layers.Layer):
         if not (dtype == "string" if is_text else keras.backend.is_int_dtype(dtype)):
             expected = "strings with paths" if is_text else "integers, indices of `paths`"
             raise ValueError(f"The input of `{self.name}` must be {expected}. Received: dtype={dtype!r}.")
-        if len(keys.shape) != 1:
-            raise ValueError(f"The input of `{self.name}` must have the shape (batch,). Received: {tuple(keys.shape)}.")
+        if tf.TensorShape(keys.shape).rank != 1:
+            raise ValueError(f"The input of `{self.name}` must have the shape (batch,). Received: {keys.shape}.")
 
     def shape_in_files(self, keys: Any) -> tuple[int, ...]:
         """Return the shape of the images of a batch from the headers of their files.

@@ -136,7 +136,7 @@ class RegionWrites:
             elif _is_zarr_array(Path(path)):
                 shutil.rmtree(path)
             else:
-                raise FileExistsError("it is a folder, but no zarr array. Remove it")
+                raise FileExistsError("it is a folder, but no zarr array. Write to another path, or remove it")
         return self._create(path, shape, dtype)
 
 
