@@ -134,7 +134,8 @@ class CheckpointSelection:
         self._storable = {t for t in self._tiled_results if analysis.entries_per_image(t) == 1}
         self._sums = set(roles.sums)
         self._consumers = self._find_consumers()
-        self._extra = ((extra | roles.read_whole) & self._storable) | self._compared_tensors()
+        self._extra = (extra | roles.read_whole) & self._storable
+        self._compared = self._compared_tensors()
         self.exits = self._find_exits()
         self._last_forward = max(
             (roles.level[n] for n in (*roles.tiled, *roles.sums) if n not in analysis.backward), default=-1
@@ -175,11 +176,11 @@ class CheckpointSelection:
         """Return the stored tensors: a fixpoint, because they decide in which loops ops are recomputed."""
         level = self._roles.level
         required = self.exits | self._extra
-        stored = required | {t for t in self._storable if not self._is_cheap(t)}
+        stored = required | self._compared | {t for t in self._storable if not self._is_cheap(t)}
         seen = []
         for _ in range(MAX_ROUNDS):
             last = self._last_levels(stored)
-            needed = {t for t in stored if t in required or last.get(t, -1) > level[t.node]}
+            needed = {t for t in stored | self._compared if t in required or last.get(t, -1) > level[t.node]}
             needed |= self._smaller_than_sources(needed, last)
             if needed in seen:
                 break
@@ -444,7 +445,7 @@ class CheckpointSelection:
 
     def droppable(self) -> set[Tensor]:
         """Return the forward tensors that the backward phase can recompute."""
-        required = self.exits | self._extra
+        required = self.exits | self._extra | self._compared
         ranges = self.live_ranges.items()
         return {t for t, live_range in ranges if t not in required and live_range.producer <= self._last_forward}
 

@@ -310,6 +310,23 @@ def test_checkpoint_selection_stores_tensors_smaller_than_their_sources():
     assert most <= 6
 
 
+@pytest.mark.parametrize(("axes", "is_stored"), [(-1, False), ((1, 2), True)], ids=["channels", "image"])
+def test_checkpoint_selection_stores_compared_tensors_for_later_loops_alone(axes, is_stored):
+    """Recomputed operands of `x == max(x)` may differ in the last bit; within one loop nothing is recomputed."""
+    kernel = tf.Variable(np.random.default_rng(0).random((3, 3, 2, 4)))
+
+    def step(images):
+        with tf.GradientTape() as tape:
+            features = normalised(tf.nn.conv2d(images, kernel, 1, "SAME"))
+            loss = tf.reduce_mean(features**2)
+        scores = tf.tanh(features, name="scores")
+        largest = scores == tf.reduce_max(scores, axes, keepdims=True)
+        return loss, tape.gradient(loss, kernel), tf.reduce_sum(tf.cast(largest, tf.float64))
+
+    parts = Parts(tf.function(step).get_concrete_function(tf.TensorSpec((2, 8, 8, 2), tf.float64)))
+    assert ("scores" in {tensor.node.name for tensor in parts.storage.stored}) == is_stored
+
+
 def test_loop_specs_gather_gradient_before_loop_with_halo(monkeypatch):
     """The gathered tensor is the gradient of a normalisation, which the gradients of a convolution read."""
     concrete_fn, ways = keras_step(deep, (24, 24)).concrete_fn, []
