@@ -34,6 +34,8 @@ _FORWARD = ops_with(Trait.CONVOLUTION)
 _UNFOLDING = _FILTER_GRADIENTS | _INPUT_GRADIENTS | {"MaxPoolGrad"}
 _DEPTHWISE = ops_with(Trait.DEPTHWISE_GRADIENT)
 _COUNTED = _UNFOLDING | _FORWARD
+_MATRIX_PRODUCTS = frozenset(("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"))
+_PRODUCTS = _MATRIX_PRODUCTS | {"Einsum"}
 _VOLUMES = ops_with(Trait.VOLUMETRIC)
 _SOFTMAX = ops_with(Trait.SOFTMAX)
 
@@ -109,6 +111,34 @@ def softmax_scratch(node: Node, result_bytes: int) -> int:
         return 0
     size = node.outputs[0][0].size
     return result_bytes + result_bytes // size * max(size, tf.float32.size)
+
+
+def multiplies_in_single_precision(node: Node) -> bool:
+    """Return whether a product in half precision runs in float32, because the processor has no kernel for its type.
+
+    TensorFlow's kernels of matrix products convert their operands (tensorflow/core/kernels/matmul_op_impl.h). That of
+    `Einsum` does not, and takes about ten times as long, so that loops emit it with casts.
+    """
+    if node.op not in _PRODUCTS or not node.outputs or not properties.name().startswith("CPU"):
+        return False
+    dtype = node.outputs[0][0]
+    return dtype in (tf.float16, tf.bfloat16) and not properties.onednn_computes(dtype)
+
+
+def product_scratch(node: Node, operand_bytes: Sequence[int], result_bytes: int) -> int:
+    """Return the scratch bytes of a matrix product or an `Einsum`; 0 for other ops.
+
+    Args:
+        node: The op.
+        operand_bytes: Bytes of each operand.
+        result_bytes: Bytes of the result.
+
+    Returns:
+        Bytes of the copies in float32 of operands and result in half precision, where the kernel computes in it.
+    """
+    if not multiplies_in_single_precision(node):
+        return 0
+    return (sum(operand_bytes) + result_bytes) * tf.float32.size // node.outputs[0][0].size
 
 
 class ConcurrencyGroup(Generic[T]):
@@ -248,14 +278,17 @@ def _shape_of_windows(node: Node, small: Shape, large: Shape) -> Shape:
 
 def may_take_scratch(node: Node) -> bool:
     """Return whether an op may have scratch bytes; a search asks this of millions of ops, most of which have none."""
-    return node.op in _COUNTED or node.kernel in _SOFTMAX or PER_PIXEL in node.attrs
+    return node.op in _COUNTED or node.op in _PRODUCTS or node.kernel in _SOFTMAX or PER_PIXEL in node.attrs
 
 
 def op_scratch(node: Node, batch: int) -> int:
     """Return the scratch bytes of a full-size op."""
     if not may_take_scratch(node):
         return 0
-    return scratch_bytes(node, full_call(node, batch)) + softmax_scratch(node, node.out().num_bytes(batch))
+    result_bytes = node.out().num_bytes(batch)
+    if node.op in _MATRIX_PRODUCTS:
+        return product_scratch(node, [tensor.num_bytes(batch) for tensor in node.inputs], result_bytes)
+    return scratch_bytes(node, full_call(node, batch)) + softmax_scratch(node, result_bytes)
 
 
 def slid_over(node: Node) -> int | None:

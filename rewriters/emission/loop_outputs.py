@@ -23,7 +23,7 @@ from rewriters.rules.intervals import Interval
 from rewriters.rules.registry import Combination
 from rewriters.tiling.barrier_levels import MomentPair
 from rewriters.tiling.row_frontiers import CarriedRows
-from rewriters.tiling.tile_planner import Region
+from rewriters.tiling.tile_planner import Region, TileLoop
 
 __all__: list[str] = []
 
@@ -101,6 +101,15 @@ class LoopOutput(Protocol):
 
     def final(self, values: Sequence[Any]) -> list[Any]:
         """Return the values of its tensors from the final values of its variables."""
+
+
+def loop_state_dtype(tile_loop: TileLoop, tensor: Tensor) -> tf.DType:
+    """Return the dtype in which a loop holds a result: float32 for most sums in half precision.
+
+    Maxima, minima and products of half precision stay in it; they are small, and count as if they were sums.
+    """
+    is_sum = tensor in tile_loop.accumulates or tensor in tile_loop.reductions
+    return accumulator_dtype(tensor.dtype) if is_sum else tensor.dtype
 
 
 def initial_state(loop: LoopContext, tensor: Tensor, dtype: tf.DType, zero: bool) -> LoopState:

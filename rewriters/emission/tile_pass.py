@@ -17,6 +17,7 @@ from rewriters.analysis.autodiff_roles import reads_shape_only
 from rewriters.analysis.graph_analysis import GraphAnalysis, require_analysed
 from rewriters.emission.file_buffers import FILE_OP, FileBuffers
 from rewriters.emission.loop_emitter import trace_loop
+from rewriters.emission.loop_outputs import loop_state_dtype
 from rewriters.emission.loop_signature import program_signature
 from rewriters.emission.loop_tensors import loop_input_tensors, loop_operand, loop_output_tensors
 from rewriters.errors import RewriteError
@@ -369,13 +370,22 @@ class _LoopSplicer:
         self, tile_loop: TileLoop, prefix: str, start: Node, inputs: list[Tensor]
     ) -> tuple[Node, list[Tensor]]:
         """Insert a loop as one op without a body; return it with its results."""
-        outputs = [tensor.node.outputs[tensor.index] for tensor in loop_output_tensors(tile_loop)]
+        tensors = loop_output_tensors(tile_loop)
+        outputs = [(loop_state_dtype(tile_loop, tensor), tensor.shape) for tensor in tensors]
         in_files = self._in_files(tile_loop)
-        indices = [index for index, tensor in enumerate(loop_output_tensors(tile_loop)) if tensor in in_files]
+        indices = [index for index, tensor in enumerate(tensors) if tensor in in_files]
         attrs = {IN_FILES: tf.compat.v1.AttrValue(list=tf.compat.v1.AttrValue.ListValue(i=indices))}
         loop = Node(f"{prefix}/while", "While", inputs, control_inputs=[start], attrs=attrs, outputs=outputs)
         self.graph.add(loop)
-        return loop, [loop.out(index) for index in range(len(outputs))]
+        return loop, [self._cast(loop.out(index), tensor.dtype) for index, tensor in enumerate(tensors)]
+
+    def _cast(self, tensor: Tensor, dtype: tf.DType) -> Tensor:
+        """Return a tensor in another type, as loops return sums in half precision that they add up in float32."""
+        if tensor.dtype == dtype:
+            return tensor
+        attrs = {"SrcT": type_attr(tensor.dtype), "DstT": type_attr(dtype)}
+        name = self.graph.unique_name(f"{tensor.node.name}/Cast")
+        return self.graph.add(Node(name, "Cast", [tensor], attrs=attrs, outputs=[(dtype, tensor.shape)])).out()
 
     def _traced(
         self, segment: Segment, tile_loop: TileLoop, prefix: str, start: Node, inputs: list[Tensor]

@@ -22,6 +22,7 @@ from rewriters.device.kernel_scratch import (
     KernelShape,
     is_convolution,
     may_take_scratch,
+    product_scratch,
     scratch_bytes,
     slid_over,
     softmax_scratch,
@@ -36,6 +37,7 @@ from rewriters.device.peak_memory import (
     worst_kernel,
 )
 from rewriters.emission.file_buffers import FileBuffers
+from rewriters.emission.loop_outputs import loop_state_dtype
 from rewriters.emission.loop_tensors import repeated_number
 from rewriters.ir.graph import PER_PIXEL, Node, Tensor
 from rewriters.ir.region_reads import NUM_BUFFERED_REGIONS, is_region_read
@@ -174,6 +176,9 @@ class IterationModel:
             if may_take_scratch(original):
                 scratch[node] = scratch_bytes(original, self._kernel_shape(original, tile, batch))
                 scratch[node] += softmax_scratch(original, num_bytes(node.out()))
+                regions = iter(node.inputs)
+                operands = (next(regions) if self._is_cut(original, p) else t for p, t in enumerate(original.inputs))
+                scratch[node] += product_scratch(original, list(map(num_bytes, operands)), num_bytes(node.out()))
         return schedule(self.order, num_bytes, concurrent_scratch(scratch, self.originals), self.ends, alias)
 
     def _num_bytes(self, tensor: Tensor, tile: Tile, batch: int) -> int:
@@ -270,11 +275,12 @@ class IterationModel:
         meets_gradient = any(t in self.tile_loop.regions and self._is_gradient(t) for t in node.inputs)
         for position, tensor in enumerate(node.inputs):
             need = tuple(p.needs[position] for p in plan)
-            if tensor in self.tile_loop.regions and need[0] is not None:
+            if self._is_cut(node, position):
                 operands.append(self._fitted(tensor, need, meets_gradient))  # type: ignore[arg-type]
         copy = Node(node.name, node.op, operands, outputs=node.outputs)
         if plan[0].kept is None:
             self._append(copy, node, None)
+            self._add_casts_of_sums(node, copy)
             return
         computed: Region = tuple(p.computed for p in plan)  # type: ignore[misc]
         tile_rows: Region = tuple(p.kept for p in plan)  # type: ignore[misc]
@@ -287,6 +293,21 @@ class IterationModel:
                 self._values[tensor] = self._finished(tensor, copy.out(index), computed)
             else:
                 self._values[tensor] = self._crop_and_pad(copy.out(index), computed, tile_rows)
+
+    def _add_casts_of_sums(self, node: Node, copy: Node) -> None:
+        """Append the parts of sums in half precision as they are added, in float32."""
+        for index, (dtype, shape) in enumerate(node.outputs):
+            state = loop_state_dtype(self.tile_loop, node.out(index))
+            if state != dtype:
+                cast = Node(f"{node.name}/{index}/Cast", "Cast", [copy.out(index)], outputs=[(state, shape)])
+                self._append(cast, cast, None)
+
+    def _is_cut(self, node: Node, position: int) -> bool:
+        """Return whether an op reads rows of an operand; otherwise it reads an operand of constant size."""
+        plan = self.tile_loop.plans.get(node)
+        return (
+            plan is not None and node.inputs[position] in self.tile_loop.regions and plan[0].needs[position] is not None
+        )
 
     def _is_gradient(self, tensor: Tensor) -> bool:
         """Return whether the rows of a tensor may be partial sums."""
@@ -363,4 +384,8 @@ class IterationModel:
         """Append the sum of a part of a gradient and the slice of the full-size gradient."""
         rows = [i.size for i in self.tile_loop.regions[tensor]]
         total = self._slice(tensor, self.tile_loop.regions[tensor])
-        return self._helper("AddV2", tensor, [total, self._value(tensor)], rows)
+        result = self._helper("AddV2", tensor, [total, self._value(tensor)], rows)
+        scale = loop_state_dtype(self.tile_loop, tensor).size // tensor.dtype.size
+        for part in (total, result):
+            self._pixel_bytes[part] = scale * self._bytes_of_pixel(tensor)
+        return result

@@ -7,6 +7,9 @@ import string
 from collections.abc import Sequence
 from typing import Any
 
+import tensorflow as tf
+
+from rewriters.device.kernel_scratch import multiplies_in_single_precision
 from rewriters.errors import NotTileableError
 from rewriters.ir.graph import PER_PIXEL, Node, Tensor
 from rewriters.rules.axis_layouts import AxisMap
@@ -223,6 +226,14 @@ class Einsum(Rule):
         rows = rows.clip(op.extent(op.node.inputs[self._images(op)[0]], axis))
         out = None if self._sums(op) else rows
         return AxisPlan(out, out, self._rows(op, axis, rows))
+
+    def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
+        """Run on the tile, in float32 where the kernel for half precision is slow."""
+        if not multiplies_in_single_precision(op.node):
+            return emitter.clone(op.node, operands)
+        equation = op.node.attrs["equation"].s
+        product = tf.raw_ops.Einsum(inputs=[tf.cast(operand, tf.float32) for operand in operands], equation=equation)
+        return [tf.cast(product, op.node.outputs[0][0])]
 
     def weights(self, op: OpView) -> list[Tensor]:
         """Return the operands that each iteration reads in full, and the result of a reduction."""

@@ -8,6 +8,7 @@ import tflms_sft
 from rewriters.canonicalize.canonicalize import read_canonical
 from rewriters.device import kernel_scratch, properties
 from rewriters.device.kernel_scratch import full_call, is_direct, op_scratch, window_bytes
+from rewriters.ir.graph import from_concrete_function
 
 pytestmark = pytest.mark.skipif(not properties.unfolds_convolutions(), reason="oneDNN has other kernels")
 
@@ -95,3 +96,24 @@ def test_unfolding_cases_cover_both_outcomes():
             (node,) = (n for n in read_canonical(function.get_concrete_function()).nodes.values() if "Backprop" in n.op)
             found.append(op_scratch(node, 1) > 0)
     assert any(found) and not all(found)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("op", ["MatMul", "BatchMatMulV2"])
+def test_products_in_half_precision_convert_operands_and_result(op, dtype):
+    first, second = (tf.cast(tf.random.normal(shape), dtype) for shape in ((3, 48, 32), (3, 32, 64)))
+    if op == "MatMul":
+        function = tf.function(lambda x, y: tf.raw_ops.MatMul(a=x, b=y), autograph=False)
+        first, second = first[0], second[0]
+    else:
+        function = tf.function(lambda x, y: tf.raw_ops.BatchMatMulV2(x=x, y=y), autograph=False)
+    graph = tf_graph(function, first, second)
+    (node,) = (n for n in graph.nodes.values() if n.op == op)
+    entries = sum(int(tf.size(x)) for x in (first, second, function(first, second)))
+    held = sum(int(tf.size(x)) * x.dtype.size for x in (first, second))
+    assert op_scratch(node, 1) == tflms_sft.measure(function, first, second).peak_bytes - held
+    assert op_scratch(node, 1) == (0 if dtype == "float32" else 4 * entries)
+
+
+def tf_graph(function, *operands):
+    return from_concrete_function(function.get_concrete_function(*operands))
