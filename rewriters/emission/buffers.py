@@ -120,10 +120,29 @@ class DeviceBuffer:
         if corners is None:
             result = replacement()
         elif properties.writes_in_place():
-            rows = RowView(self.handle, region)
-            result = rows.restored(in_place(x=rows.matrix(self.handle), i=rows.index, v=rows.matrix(value)))
+            result = self._written_in_place(region, value, in_place)
         else:
             result = replaced(self.handle, region, replacement())
+        result.set_shape(self.handle.shape)
+        return result
+
+    def _written_in_place(self, region: Sequence[Span], value: Any, in_place: Any) -> Any:
+        rows = RowView(self.handle, region)
+        return rows.restored(in_place(x=rows.matrix(self.handle), i=rows.index, v=rows.matrix(value)))
+
+
+class FileBuffer(DeviceBuffer):
+    """A tensor in mapped pages of a file, on a device that writes in place.
+
+    A write to the full tensor copies the value: in its place, the value itself would occupy memory.
+    """
+
+    def _changed(self, region: Sequence[Span], value: Any, in_place: Any, replacement: Callable[[], Any]) -> Any:
+        """Apply an in-place op to a region."""
+        del replacement
+        if _corners(region) is None:
+            region = [(0, tf.shape(self.handle)[0]), *region[1:]]
+        result = self._written_in_place(region, value, in_place)
         result.set_shape(self.handle.shape)
         return result
 

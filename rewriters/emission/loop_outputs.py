@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
-from rewriters.emission.buffers import DeviceBuffer, Span, empty_buffer, stacked
+from rewriters.emission.buffers import Buffer, DeviceBuffer, Span, empty_buffer, stacked
 from rewriters.emission.file_buffers import FileBuffers, accumulator_dtype
 from rewriters.emission.while_loop import LoopState
 from rewriters.ir.graph import Tensor
@@ -59,6 +59,9 @@ class Iteration(Protocol):
 
     def spans(self, tensor: Tensor, region: Region) -> list[Span]:
         """Return the place of a region in the full-size image."""
+
+    def buffer(self, tensor: Tensor, handle: Any) -> Buffer:
+        """Return the full-size result whose state variable is `handle`."""
 
     def batch_span(self) -> Span:
         """Return the span of the batch that the iteration covers; `None` for the full batch."""
@@ -145,7 +148,7 @@ class TiledOutput:
         """Write the cell into the buffer."""
         (tensor,) = self.tensors
         part = iteration.fit(tensor, self._cell, 0.0)
-        return [DeviceBuffer(values[0]).write(iteration.spans(tensor, self._cell), part)]
+        return [iteration.buffer(tensor, values[0]).write(iteration.spans(tensor, self._cell), part)]
 
     def final(self, values: Sequence[Any]) -> list[Any]:
         """Return the buffer."""
@@ -167,7 +170,7 @@ class ScatterAddOutput:
         """Add the rows to the buffer."""
         (tensor,) = self.tensors
         part = tf.cast(iteration.value(tensor), values[0].dtype)
-        return [DeviceBuffer(values[0]).accumulate(iteration.spans(tensor, self._region), part)]
+        return [iteration.buffer(tensor, values[0]).accumulate(iteration.spans(tensor, self._region), part)]
 
     def final(self, values: Sequence[Any]) -> list[Any]:
         """Return the buffer, cast to the dtype of the tensor."""

@@ -6,7 +6,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rewriters.emission.buffers import DeviceBuffer, empty_buffer, stacked
+from rewriters.emission.buffers import DeviceBuffer, FileBuffer, empty_buffer, stacked
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +83,20 @@ def test_device_buffer_full_region_is_not_copied():
     function = body.get_concrete_function(tf.TensorSpec((2, 3), tf.float32))
     assert not {"StridedSlice", "TensorStridedSliceUpdate"} & {op.type for op in function.graph.get_operations()}
     assert np.all(function(tf.zeros((2, 3))) == 1.0)
+
+
+@pytest.mark.parametrize("rows", [2, None])
+def test_file_buffer_full_region_is_written_in_place(rows):
+    @tf.function(input_signature=[tf.TensorSpec((rows, 3)), tf.TensorSpec((rows, 3))])
+    def body(whole, part):
+        buffer = FileBuffer(FileBuffer(whole).write([None, None], part))
+        return buffer.accumulate([None, None], part)
+
+    whole, part = tf.zeros((2, 3)), tf.constant([[1.0, 2, 3], [4, 5, 6]])
+    result = body(whole, part)
+    assert result.shape == (2, 3)
+    np.testing.assert_array_equal(result, 2 * part.numpy())
+    np.testing.assert_array_equal(whole, result)  # The same memory.
 
 
 def test_device_buffer_filled_by_loop():

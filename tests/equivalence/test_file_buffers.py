@@ -128,6 +128,21 @@ def test_steps_with_results_in_files_equal_the_original(in_files, tmp_path, name
     assert_no_files(tmp_path)
 
 
+def test_loop_of_one_tile_writes_its_results_to_files(in_files, tmp_path, monkeypatch):
+    """The value of its only iteration must not take the place of the file."""
+    mapped_zeros, arrays = file_buffers._mapped_zeros, []
+
+    def recorded(*arguments):
+        arrays.append(mapped_zeros(*arguments))
+        return arrays[-1]
+
+    monkeypatch.setattr(file_buffers, "_mapped_zeros", recorded)
+    errors = errors_of(keras_step(residual, (20, 16)), tflms_sft.SFTParams((1, 1)))
+    assert {name: value for name, value in errors.items() if not value <= TOLERANCE} == {}
+    assert len(arrays) >= 8
+    assert all(array.any() for array in arrays)
+
+
 def test_iteration_counts_the_pages_of_files(in_files, monkeypatch):
     step, params = keras_step(residual, (20, 16)), tflms_sft.SFTParams((3, 2))
     counted = tflms_sft.rewrite(step.function, params, *step.specs).plan.segments
