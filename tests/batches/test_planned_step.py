@@ -246,13 +246,13 @@ def test_step_that_is_traced_again_between_sizes_equals_plain():
 def test_excess_of_one_size_leaves_the_plans_of_others(excess):
     """Only the size whose later step needed more than its budget is planned again, corrected by its own peak."""
     model, plain, callback, plans = net(size=None), net(size=None), budgeted(), []
-    corrections = []
+    excesses = []
     batches = [cut(24), cut(18)]
 
     class Exceed(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             plans.append(callback._patch.plan)
-            corrections.append(callback._patch._correction)
+            excesses.append(callback._patch._excess_bytes)
 
         def on_epoch_end(self, epoch, logs=None):
             if epoch == 0:
@@ -263,7 +263,9 @@ def test_excess_of_one_size_leaves_the_plans_of_others(excess):
     got = model.fit(dataset(batches), epochs=2, callbacks=[callback, Exceed()], **SETTINGS)
     want = plain.fit(dataset(batches), epochs=2, **SETTINGS)
     assert plans[2] is not plans[0] and (plans[3] is plans[1]) == (1 not in excess)
-    assert np.allclose(corrections, [1, 1, 1.02, excess.get(1, 1.02)], rtol=1e-3)
+    peaks = [plan.predicted.peak_bytes for plan in plans]
+    measured = {number: int(factor * peaks[number]) - peaks[number] for number, factor in excess.items()}
+    assert excesses == [0, 0, measured[0], measured.get(1, measured[0])]
     assert same_history(got, want) and same(model, plain)
 
 

@@ -42,8 +42,8 @@ class PlannedStep:
         has_peeked: Whether a batch has been fetched for that measurement.
         is_replanned: Whether the plan is corrected by the measured peak of an earlier one.
         excess: Peak of a later step that exceeded the budget.
-        correction: Measured peak over the predicted peak of the previous plan; `None` before there is one.
-        correction_before: Correction of the plan that was discarded because a later step exceeded the budget.
+        excess_bytes: Measured peak less the predicted peak of the previous plan; `None` before there is one.
+        excess_before: That of the plan that was discarded because a later step exceeded the budget.
         keeps_plan: Whether no corrected plan fits, so that this one stays.
     """
 
@@ -60,8 +60,8 @@ class PlannedStep:
     has_peeked: bool = False
     is_replanned: bool = False
     excess: Measurement | None = None
-    correction: float | None = None
-    correction_before: float | None = None
+    excess_bytes: int | None = None
+    excess_before: int | None = None
     keeps_plan: bool = False
     _on_batch: Any = dataclasses.field(init=False, default=None, repr=False)
 

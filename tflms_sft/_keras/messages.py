@@ -15,6 +15,9 @@ MIN_COUNTED_FRACTION = 0.5
 MANY_SIZES = 5
 """Number of sizes of batches from which on a line names the time that planning each of them takes."""
 
+NO_SMALLER_PLAN = "tflms-sft: no plan has a smaller peak; training continues with the present plan."
+"""Line after a later step above the budget, if no plan fits by its peak."""
+
 
 def start_line(plan: Plan, *, is_jit_off: bool, planning_time: str) -> str:
     """Return the line that summarises the plan of a training."""
@@ -71,7 +74,7 @@ def over_budget_error(plan: Plan, *, is_used: bool) -> BudgetError:
         f"The step exceeds `memory_budget`, although its plan was corrected by the first measurement: measured "
         f"{used} ({plan.measured.source}), predicted {format_bytes(plan.predicted.peak_bytes)}. Received: "
         f"memory_budget={budget}. "
-        + excess_remedy(plan.measured.peak_bytes / plan.predicted.peak_bytes, plan.memory_budget, is_used=is_used)
+        + excess_remedy(plan.measured.peak_bytes - plan.predicted.peak_bytes, plan.memory_budget, is_used=is_used)
         + " Or raise the budget."
     )
     error.smallest_bytes = plan.measured.peak_bytes

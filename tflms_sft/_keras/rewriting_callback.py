@@ -60,7 +60,7 @@ class RewritingCallback(keras.callbacks.Callback):
         self._last_plan: Plan | None = None
         self._announced = ""
         self._forward_patches: dict[StepKind, ForwardStepPatch] = {}
-        self._corrections: dict[Any, float] = {}
+        self._excesses: dict[Any, int] = {}
         self._forward_plans: dict[StepKind, Plan | None] = {}
 
     @property
@@ -111,7 +111,7 @@ class RewritingCallback(keras.callbacks.Callback):
             "owner": f"the callback `{type(self).__name__}`",
             "training": self.params or object(),  # Keras gives all callbacks of a `fit` the same object.
             "say": say if self._verbose else None,
-            "corrections": self._corrections,
+            "excesses": self._excesses,
         }
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -265,7 +265,7 @@ def trained_by(callback: Any, model: Any) -> Trained | None:
     if isinstance(request.tiles, AutoParams):  # "auto" depends on the memory that was free then.
         tiles = dataclasses.replace(request.tiles, memory_budget=plan.memory_budget)
         request = dataclasses.replace(request, tiles=tiles)
-    return Trained(request, plan, callback._corrections.get((id(model), TRAINING.slot), 1.0))
+    return Trained(request, plan, callback._excesses.get((id(model), TRAINING.slot), 0))
 
 
 def training_line(patch: StepPatch, plan: Plan) -> str:

@@ -43,6 +43,7 @@ from tflms_sft._batches.planned_step import PlannedStep, Shapes, shapes_of, with
 from tflms_sft._cluster.worker_watch import workers_watched
 from tflms_sft._keras.messages import (
     MANY_SIZES,
+    NO_SMALLER_PLAN,
     exceeds_budget,
     later_excess_line,
     many_sizes_line,
@@ -80,7 +81,7 @@ class StepPatch:
         owner: Name of the callback or function that patches, for errors.
         training: Identifies the `fit` of a callback; `None` for a `with` block.
         say: Called with lines about operations that take long; `None` prints none.
-        corrections: Measured peak over predicted peak of earlier plans, by model and kind of step; is extended.
+        excesses: Measured peak less predicted peak of earlier plans, by model and kind of step; is extended.
 
     Attributes:
         model: The model.
@@ -101,7 +102,7 @@ class StepPatch:
         owner: str,
         training: object = None,
         say: Callable[[str], None] | None = None,
-        corrections: dict[Any, float] | None = None,
+        excesses: dict[Any, int] | None = None,
     ) -> None:
         self.model = model
         self._say = say
@@ -120,7 +121,7 @@ class StepPatch:
         self._patched_function: Any = None
         self._num_replicas = 1
         self._replicas: Replicas | None = None
-        self._corrections = {} if corrections is None else corrections
+        self._excesses = {} if excesses is None else excesses
         self.watch = PeakWatch()
 
     @property
@@ -330,12 +331,13 @@ class StepPatch:
         if self._say is None:  # Otherwise `on_measured` has printed a line.
             warnings.warn(over_budget_warning(plan), stacklevel=2)
         self._now.is_replanned = True
-        self._correct(plan.measured.peak_bytes / plan.predicted.peak_bytes)
+        self._correct(plan.measured.peak_bytes - plan.predicted.peak_bytes)
         self._discard_plan()
 
     def _report_excess(self, plan: Plan, measured: Measurement | None) -> None:
         """Say once for each plan that a later step exceeded the budget; the next epoch, if any, is planned again."""
-        if measured is None or self._now.excess is not None or not exceeds_budget(plan, measured):
+        is_done = self._now.excess is not None or self._now.keeps_plan
+        if measured is None or is_done or not exceeds_budget(plan, measured):
             return
         self._now.excess = measured
         has_epochs = self.kind is TRAINING and self._training is not None
@@ -357,8 +359,8 @@ class StepPatch:
             if planned.excess is None or planned.plan is None or planned.keeps_plan:
                 continue
             self._now = planned
-            planned.correction_before = self._correction
-            self._correct(planned.excess.peak_bytes / planned.plan.predicted.peak_bytes)
+            planned.excess_before = self._excess_bytes
+            self._correct(planned.excess.peak_bytes - planned.plan.predicted.peak_bytes)
             self._discard_plan()
 
     def _discard_plan(self) -> None:
@@ -366,13 +368,14 @@ class StepPatch:
         self._make_function()
 
     @property
-    def _correction(self) -> float:
-        """Measured peak over predicted peak of an earlier plan: of this size, else of the latest one of the model."""
-        return self._now.correction or self._corrections.get((id(self.model), self.kind.slot), 1.0)
+    def _excess_bytes(self) -> int:
+        """Measured peak less predicted peak of an earlier plan: of this size, else of the latest one of the model."""
+        of_size = self._now.excess_bytes
+        return self._excesses.get((id(self.model), self.kind.slot), 0) if of_size is None else of_size
 
-    def _correct(self, correction: float) -> None:
+    def _correct(self, excess_bytes: int) -> None:
         """Correct the next plan of this size, and the first plans of other sizes and trainings."""
-        self._now.correction = self._corrections[id(self.model), self.kind.slot] = correction
+        self._now.excess_bytes = self._excesses[id(self.model), self.kind.slot] = excess_bytes
 
     def _peek(self, iterator: Any) -> PeekedBatches | None:
         """Fetch the batches of an execution, to measure it or to learn their shapes; `None` if not needed.
@@ -523,7 +526,7 @@ class StepPatch:
             mode = CanonicalMode.EXACT if self._params.tiles is None else CanonicalMode.TILING
             analysed = analyse_step(traced, record, shape[0] if shape else None, mode)
             analysed.use_rates(self._rates())
-            analysed.correction = self._correction
+            analysed.excess_bytes = self._excess_bytes
             analysed.devices = self.watch.devices
             analysed.in_used_process = bool(self.watch.has_earlier_work)
             analysed.variables += self._untouched_variable_bytes(traced)
@@ -567,15 +570,16 @@ class StepPatch:
             raise
 
     def _rewrite_with_fallback(self, analysed: TracedStep) -> tuple[StepImporter, Plan]:
-        before, self._now.correction_before = self._now.correction_before, None
+        before, self._now.excess_before = self._now.excess_before, None
         try:
             return rewrite_traced(analysed, self._size_params)
         except BudgetError:
             if before is None:
                 raise
         self._now.keeps_plan = True
+        self._tell(NO_SMALLER_PLAN)
         self._correct(before)
-        analysed.correction = before
+        analysed.excess_bytes = before
         return rewrite_traced(analysed, self._size_params)
 
     def _rewrite_pipeline(self, specs: Any) -> StepImporter:

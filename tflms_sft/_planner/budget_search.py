@@ -219,7 +219,7 @@ def _relative_time(ratio: float, *, is_first: bool) -> str:
 
 def limit_of(traced: TracedStep, params: AutoParams) -> int:
     """Return the largest predicted peak, in bytes, that a budget allows."""
-    return int(params.memory_budget * (1 - params.headroom) / traced.correction)
+    return int(params.memory_budget * (1 - params.headroom)) - traced.excess_bytes
 
 
 def _fitting(traced: TracedStep, search: TileSearch, params: AutoParams, least: LeastMemory) -> list[FeasiblePlan]:
@@ -436,13 +436,12 @@ class LeastMemory:
 def _too_small(traced: TracedStep, params: AutoParams, search: TileSearch, least: LeastMemory) -> BudgetError:
     plan = least.smallest()
     peak = plan.peak
-    smallest = int(peak.peak_bytes * traced.correction / (1 - params.headroom)) + 1
+    smallest = _smallest_budget(traced, params, peak)
     corrected = ""
-    if traced.correction != 1:
-        corrected = f" An earlier plan took {traced.correction:.2f} times its predicted memory."
-    if traced.correction > 1:
+    if traced.excess_bytes > 0:
+        corrected = f" An earlier plan took {format_bytes(traced.excess_bytes)} more than predicted."
         budget, is_used = int(params.memory_budget), traced.in_used_process
-        corrected += f" {excess_remedy(traced.correction, budget, peak.peak_bytes, is_used=is_used)}".rstrip()
+        corrected += f" {excess_remedy(traced.excess_bytes, budget, peak.peak_bytes, is_used=is_used)}".rstrip()
     parts, name = takes_most(traced, plan.plans, peak)
     limited = ""
     if params.memory_budget == device_memory_limit(traced.devices):
@@ -461,6 +460,11 @@ def _too_small(traced: TracedStep, params: AutoParams, search: TileSearch, least
     return error
 
 
+def _smallest_budget(traced: TracedStep, params: AutoParams, peak: Peak) -> int:
+    """Return the smallest budget whose limit allows a peak."""
+    return int((peak.peak_bytes + traced.excess_bytes) / (1 - params.headroom)) + 1
+
+
 def _remedy(traced: TracedStep, params: AutoParams, search: TileSearch, smallest: int, plan: Candidate) -> str:
     """Return what would help a budget that is too small, with estimates.
 
@@ -474,13 +478,13 @@ def _remedy(traced: TracedStep, params: AutoParams, search: TileSearch, smallest
     memory = device_memory_limit(traced.devices)
     if memory is not None and smallest > memory:
         larger = f"TensorFlow allocates {format_bytes(memory)} on {device_names(traced.devices)}: use more memory"
-    headroom = math.floor(100 * (1 - plan.peak.peak_bytes * traced.correction / budget)) / 100
+    headroom = math.floor(100 * (1 - (plan.peak.peak_bytes + traced.excess_bytes) / budget)) / 100
     # After a step above its prediction more headroom is the remedy.
-    if traced.correction <= 1 and headroom >= MIN_HEADROOM:
+    if traced.excess_bytes <= 0 and headroom >= MIN_HEADROOM:
         larger += f", or `headroom={headroom:g}` with the same budget"
     if params.swap is False and traced.analysis.backward and not reason_without_tier(swaps_within(params)):
         peak = LeastMemory(traced, search, dataclasses.replace(params, swap=True)).smallest().peak
-        with_swaps = int(peak.peak_bytes * traced.correction / (1 - params.headroom)) + 1
+        with_swaps = _smallest_budget(traced, params, peak)
         if with_swaps <= MAX_HELPFUL_FRACTION * smallest:
             return f"{larger}, or allow swaps: with `swap=True` it needs {format_bytes(with_swaps)}."
     if fixed >= budget:
@@ -504,18 +508,18 @@ def _is_mixed(traced: TracedStep) -> bool:
     return any(dtype in (tf.float16, tf.bfloat16) for node in nodes for dtype, _ in node.outputs)
 
 
-def excess_remedy(ratio: float, budget: int, least: int = 0, *, is_used: bool) -> str:
+def excess_remedy(excess_bytes: int, budget: int, least: int = 0, *, is_used: bool) -> str:
     """Return the remedy, and for a used process the usual reason, where a step exceeds its predicted memory.
 
     Args:
-        ratio: Measured over predicted memory.
+        excess_bytes: Measured less predicted memory.
         budget: Bytes.
         least: Predicted bytes of the plan that needs least, if known.
         is_used: Whether much memory had been in use before the step began; else there is no reason to name, and no
             remedy if `headroom` does not help.
     """
-    headroom = f"`headroom={min(math.ceil((1 - 1 / ratio) * 100) / 100, 0.99):g}`"
-    suffices = least * ratio <= budget
+    headroom = f"`headroom={min(math.ceil(100 * excess_bytes / budget) / 100, 0.99):g}`"
+    suffices = least + excess_bytes <= budget
     if not is_used:
         return f"Leave more of the budget free, such as {headroom}." if suffices else ""
     text = (

@@ -82,7 +82,7 @@ class TracedStep:
         forward: Names of ops that are forward in spite of the misleading name of their layer.
         devices: GPUs of several replicas, whose loops run concurrently; empty for one replica, and on a CPU.
         rates: Rates of the machine.
-        correction: Measured over predicted memory of an earlier plan.
+        excess_bytes: Measured less predicted memory of an earlier plan; expected of all plans.
         in_used_process: Whether much other memory had been in use in the process before the earlier plan ran.
         files: Rule that selects the results of tile loops that lie in files; `None` to hold all in memory.
         skeletons: Traces of skeletons, and names of their loops, by the reads and results of the loops.
@@ -100,7 +100,7 @@ class TracedStep:
     forward: Container[str] = ()
     devices: Sequence[str] = ()
     rates: MachineRates = NOMINAL
-    correction: float = 1.0
+    excess_bytes: int = 0
     in_used_process: bool = False
     files: FileBuffers | None = None
     skeletons: dict[Hashable, tuple[AllocationTrace, dict[tuple[str, str], str]]] = dataclasses.field(

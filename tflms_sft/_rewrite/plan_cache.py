@@ -59,5 +59,5 @@ def _path(traced: TracedStep, params: AutoParams) -> Path | None:
     device: tuple[object, ...] = (properties.name(), properties.unfolds_convolutions(), properties.num_threads())
     if properties.name().startswith("GPU"):
         device += (computes_channels_last(tf.float32), workspace_limit())
-    parts = (step_key(traced), budget, traced.rates, traced.correction, device)
+    parts = (step_key(traced), budget, traced.rates, traced.excess_bytes, device)
     return folder / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.json"

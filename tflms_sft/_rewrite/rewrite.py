@@ -139,7 +139,7 @@ def _stored_plan(traced: TracedStep, params: AutoParams) -> tuple[StepImporter, 
         RewriteError: If the user's plan is for another step, or swaps although swaps are forbidden.
         BudgetError: If the user's plan needs more than the budget.
     """
-    is_given = params.plan is not None and traced.correction == 1
+    is_given = params.plan is not None and traced.excess_bytes == 0
     recipe = read_recipe(Path(params.plan)) if is_given else cached_recipe(traced, params)
     choice = None if recipe is None else plan_from(traced, recipe)
     if recipe is None or choice is None:
@@ -223,7 +223,7 @@ def _carry_out(traced: TracedStep, choice: BudgetPlan, budget: int | None) -> tu
 
 
 def rewrite_concrete(
-    concrete_fn: Any, record: LayerRecord, batch: int | None, request: RewriteRequest, correction: float = 1.0
+    concrete_fn: Any, record: LayerRecord, batch: int | None, request: RewriteRequest, excess_bytes: int = 0
 ) -> RewrittenStep:
     """Analyse, plan and rewrite the step that `trace_step` returned.
 
@@ -232,13 +232,13 @@ def rewrite_concrete(
         record: Its Keras layers.
         batch: Batch size to plan for if the trace leaves it open.
         request: Tiles and swaps.
-        correction: Measured peak over predicted peak of an earlier plan.
+        excess_bytes: Measured peak less predicted peak of an earlier plan.
     """
     with collector_paused():
         mode = CanonicalMode.EXACT if request.tiles is None else CanonicalMode.TILING
         traced = analyse_step(concrete_fn, record, batch, mode)
         require_image_shapes(traced.analysis.graph)
-        traced.correction = correction
+        traced.excess_bytes = excess_bytes
         traced.use_rates(machine_rates(_print_to_stderr) if request.has_budget else stored_rates())
         if request.has_budget:
             require_batch(traced, batch)

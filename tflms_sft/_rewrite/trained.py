@@ -23,12 +23,12 @@ class Trained:
     Attributes:
         request: Tiles, swaps or a pipeline, with a budget in bytes.
         plan: Plan of the training.
-        correction: Measured peak over predicted peak of an earlier plan; 1 without one.
+        excess_bytes: Measured peak less predicted peak of an earlier plan; 0 without one.
     """
 
     request: RewriteRequest
     plan: Plan
-    correction: float = 1.0
+    excess_bytes: int = 0
 
     def specs(self, data: Any) -> Any:
         """Return specs of a batch of any size; the batch itself if the plan is fixed to its size."""

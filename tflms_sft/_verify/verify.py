@@ -153,7 +153,7 @@ def _verify_model(model: Any, batch: Any, params: Any, steps: int) -> Verificati
             with collector_paused():
                 rewritten = RewrittenStep(*build_pipeline(step, request, examples, {}, size))
         else:
-            rewritten = rewrite_concrete(*traced, size, request, 1.0 if trained is None else trained.correction)
+            rewritten = rewrite_concrete(*traced, size, request, 0 if trained is None else trained.excess_bytes)
         if trained is not None:
             trained.check(rewritten.plan)
         return _compare(rewritten, (data,), steps)
