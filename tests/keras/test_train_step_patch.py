@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import pickle
 
 import keras
 import numpy as np
@@ -27,6 +28,7 @@ from training import (
 import tflms_sft
 from tflms_sft import SFT, BudgetError, MemoryBudget, RewriteError, SegmentError, SegmentSpec
 from tflms_sft._batches import batch_limits
+from tflms_sft._keras.train_step_patch import StepPatch
 
 # One training after another -------------------------------------------------------------------------------
 
@@ -281,7 +283,27 @@ def test_callback_after_fit_can_be_copied():
     callback = tiles()
     net().fit(X, Y, callbacks=[callback], **SETTINGS)
     callback.set_model(None)
-    assert copy.deepcopy(callback).plan.headline() == callback.plan.headline()
+    for copied in (copy.deepcopy(callback), pickle.loads(pickle.dumps(callback))):
+        assert copied.plan.headline() == callback.plan.headline()
+
+
+def test_excess_is_not_handed_to_a_model_at_the_address_of_a_deleted_one():
+    """Cross-validation trains new models with one callback, and Python reuses the addresses of old ones."""
+
+    class Model:
+        """Stands for a model: a patch that is not installed holds it, and reads nothing of it."""
+
+    def patch(model, callback):
+        unused = {"on_plan": print, "on_measured": print}
+        return StepPatch(model, callback._request, **unused, **callback._patch_options())
+
+    model, callback = Model(), tiles()
+    patch(model, callback)._correct(1500)
+    assert patch(model, callback)._excess_bytes == 1500
+    address = id(model)
+    del model
+    reused = next(other for other in [Model() for _ in range(1000)] if id(other) == address)
+    assert patch(reused, callback)._excess_bytes == 0
 
 
 def test_batch_limit_partial_batch_in_custom_loop_runs():

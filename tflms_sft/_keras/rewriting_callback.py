@@ -22,7 +22,7 @@ from tflms_sft._keras.forward_step_patch import (
 )
 from tflms_sft._keras.messages import forward_line, forward_over_budget_line, peak_line, start_line
 from tflms_sft._keras.model_checks import check_trainer, reason_runs_eagerly
-from tflms_sft._keras.step_kinds import TRAINING, StepKind
+from tflms_sft._keras.step_kinds import TRAINING, Excesses, StepKind
 from tflms_sft._keras.train_step_patch import StepPatch
 from tflms_sft._params.request import parse_request
 from tflms_sft._params.tile_params import AutoParams
@@ -60,7 +60,7 @@ class RewritingCallback(keras.callbacks.Callback):
         self._last_plan: Plan | None = None
         self._announced = ""
         self._forward_patches: dict[StepKind, ForwardStepPatch] = {}
-        self._excesses: dict[Any, int] = {}
+        self._excesses = Excesses()
         self._forward_plans: dict[StepKind, Plan | None] = {}
 
     @property
@@ -265,7 +265,7 @@ def trained_by(callback: Any, model: Any) -> Trained | None:
     if isinstance(request.tiles, AutoParams):  # "auto" depends on the memory that was free then.
         tiles = dataclasses.replace(request.tiles, memory_budget=plan.memory_budget)
         request = dataclasses.replace(request, tiles=tiles)
-    return Trained(request, plan, callback._excesses.get((id(model), TRAINING.slot), 0))
+    return Trained(request, plan, callback._excesses.of(model, TRAINING))
 
 
 def training_line(patch: StepPatch, plan: Plan) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from typing import Any
 
 from rewriters.errors import RewriteError
@@ -30,6 +31,28 @@ class StepKind:
 
 
 TRAINING = StepKind("train_step", "train_function", "make_train_function", _SLOT)
+
+
+class Excesses:
+    """Bytes by which measured peaks exceed predicted ones of earlier plans, by model and kind of step.
+
+    Models are weak keys: Python may give the address of a deleted model to the next one. A copy starts empty.
+    """
+
+    def __init__(self) -> None:
+        self._by_model: weakref.WeakKeyDictionary[Any, dict[StepKind, int]] = weakref.WeakKeyDictionary()
+
+    def of(self, model: Any, kind: StepKind) -> int:
+        """Return the excess of the latest plan of a step; 0 without one."""
+        return self._by_model.get(model, {}).get(kind, 0)
+
+    def set(self, model: Any, kind: StepKind, excess_bytes: int) -> None:
+        """Set the excess that the next plans of a step expect."""
+        self._by_model.setdefault(model, {})[kind] = excess_bytes
+
+    def __reduce__(self) -> Any:
+        """Copy and pickle as an empty object: weak keys can be neither."""
+        return Excesses, ()
 
 
 def check_not_patched(model: Any) -> None:

@@ -53,7 +53,7 @@ from tflms_sft._keras.messages import (
 from tflms_sft._keras.model_checks import build_optimizer, check_model
 from tflms_sft._keras.peak_watch import PeakWatch
 from tflms_sft._keras.replicas import Replicas, StrategyProxy, merges_replicas, num_replicas
-from tflms_sft._keras.step_kinds import TRAINING
+from tflms_sft._keras.step_kinds import TRAINING, Excesses
 from tflms_sft._machine.calibration import machine_rates, stored_rates
 from tflms_sft._params.request import RewriteRequest
 from tflms_sft._params.tile_params import AutoParams
@@ -81,7 +81,7 @@ class StepPatch:
         owner: Name of the callback or function that patches, for errors.
         training: Identifies the `fit` of a callback; `None` for a `with` block.
         say: Called with lines about operations that take long; `None` prints none.
-        excesses: Measured peak less predicted peak of earlier plans, by model and kind of step; is extended.
+        excesses: Measured peak less predicted peak of earlier plans, which this patch extends; `None` for none.
 
     Attributes:
         model: The model.
@@ -102,7 +102,7 @@ class StepPatch:
         owner: str,
         training: object = None,
         say: Callable[[str], None] | None = None,
-        excesses: dict[Any, int] | None = None,
+        excesses: Excesses | None = None,
     ) -> None:
         self.model = model
         self._say = say
@@ -121,7 +121,7 @@ class StepPatch:
         self._patched_function: Any = None
         self._num_replicas = 1
         self._replicas: Replicas | None = None
-        self._excesses = {} if excesses is None else excesses
+        self._excesses = Excesses() if excesses is None else excesses
         self.watch = PeakWatch()
 
     @property
@@ -371,11 +371,12 @@ class StepPatch:
     def _excess_bytes(self) -> int:
         """Measured peak less predicted peak of an earlier plan: of this size, else of the latest one of the model."""
         of_size = self._now.excess_bytes
-        return self._excesses.get((id(self.model), self.kind.slot), 0) if of_size is None else of_size
+        return self._excesses.of(self.model, self.kind) if of_size is None else of_size
 
     def _correct(self, excess_bytes: int) -> None:
         """Correct the next plan of this size, and the first plans of other sizes and trainings."""
-        self._now.excess_bytes = self._excesses[id(self.model), self.kind.slot] = excess_bytes
+        self._now.excess_bytes = excess_bytes
+        self._excesses.set(self.model, self.kind, excess_bytes)
 
     def _peek(self, iterator: Any) -> PeekedBatches | None:
         """Fetch the batches of an execution, to measure it or to learn their shapes; `None` if not needed.
