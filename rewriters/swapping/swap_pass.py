@@ -20,6 +20,7 @@ from rewriters.errors import RewriteError
 from rewriters.ir.graph import Graph, Node, Tensor, ancestors, predecessors, producers
 from rewriters.ir.graph_pass import GraphPass, PassResult, run_pass, run_passes
 from rewriters.ir.op_traits import Trait, is_collective, ops_with
+from rewriters.ir.variables import may_write_variable
 from rewriters.scheduling.control_edges import EdgePasses
 from rewriters.scheduling.delay_early_ops import DelayEarlyOps, earliest_forward_level
 from rewriters.scheduling.serialize_ops import SerializeLargeOps, SerializeScratchGroups
@@ -337,8 +338,8 @@ def _is_data(tensor: Tensor) -> bool:
 
 
 def _writes_variable(node: Node) -> bool:
-    """Return whether an op writes a variable: edges next to variables are not swapped (5.1)."""
-    return node.op.startswith(("Assign", "Resource")) and not node.op.startswith("ResourceGather")
+    """Return whether an op may write a variable: edges next to variables are not swapped (5.1)."""
+    return may_write_variable(node)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -363,14 +363,14 @@ def test_insert_swaps_update_before_swap_in_does_not_wait_for_its_swap_out():
     empty = tf.compat.v1.GraphDef()
     graph = Graph({}, [], [], [], empty.library, empty.versions)
 
-    def add(name, op, inputs, controls=()):
+    def add(name, op, inputs, controls=(), dtype=tf.float64):
         return graph.add(
-            Node(name, op, [n.out() for n in inputs], control_inputs=controls, attrs={}, outputs=[(tf.float64, (100,))])
+            Node(name, op, [n.out() for n in inputs], control_inputs=controls, attrs={}, outputs=[(dtype, (100,))])
         )
 
-    image = add("image", "Placeholder", [])
+    image, handle = add("image", "Placeholder", []), add("handle", "Placeholder", [], dtype=tf.resource)
     first = add("first", "Roll", [image])
-    update = add("update", "AssignVariableOp", [add("mean", "Roll", [image])])
+    update = add("update", "AssignVariableOp", [handle, add("mean", "Roll", [image])])
     control = add("control", "Roll", [image], [update])
     reader = add("reader", "AddV2", [control, first])
     other = add("other", "Roll", [first])
@@ -390,6 +390,31 @@ def test_plan_swaps_parameters_stay(traced):
     kept = [node for node in result.graph.keep if node.name.lower().startswith("sgd/assign")]
     outs = {node.name for node in result.graph.nodes.values() if node.name.endswith("swap_out")}
     assert kept and all(outs <= {before.name for before in ancestors([node])} for node in kept), "updates come last"
+
+
+def test_insert_swaps_generators_and_loops_that_write_come_last():
+    """A `tf.random.Generator` advances its state in one op with the draw, and a loop may assign in its body."""
+    generator, rounds = tf.random.Generator.from_seed(1), tf.Variable(0)
+    weights = [tf.Variable(np.random.default_rng(n).normal(size=(3, 3, 2, 2))) for n in range(3)]
+
+    def train(x):
+        with tf.GradientTape() as tape:
+            for kernel in weights:
+                x = tf.sin(tf.nn.conv2d(x, kernel, 1, "SAME"))
+            loss = tf.reduce_mean(x * x) + generator.normal([], dtype=tf.float64)
+        for kernel, gradient in zip(weights, tape.gradient(loss, weights), strict=True):
+            kernel.assign_sub(0.1 * gradient)
+        tf.while_loop(lambda i: i < 2, lambda i: (i + rounds.assign_add(1) * 0 + 1,), (0,))
+        return loss
+
+    x = np.random.default_rng(9).normal(size=(2, 8, 12, 2))
+    variables = [*weights, generator.state, rounds]
+    step = Step(tf.function(train).get_concrete_function(tf.constant(x)), variables, [(x,)] * 3)
+    result = swapped(step)
+    outs = {node.name for node in result.graph.nodes.values() if node.name.endswith("swap_out")}
+    writers = [node for node in result.graph.nodes.values() if node.op in ("RngReadAndSkip", "While")]
+    assert len(outs) >= 3 and len(writers) == 2 and same_bits(step, result.function)
+    assert all(outs <= {before.name for before in ancestors([node])} for node in writers)
 
 
 def test_insert_swaps_updates_wait_for_few_ops(traced):
