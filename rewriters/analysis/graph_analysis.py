@@ -237,7 +237,8 @@ def check_forward(analysis: GraphAnalysis, node: Node) -> None:
     if TileKind.FULL not in kinds:
         raise NotTileableError("no operand is an image")
     result = find_rule(node).result_kind(analysis.view(node), kinds)
-    assert result is TileKind.FULL
+    if result is not TileKind.FULL:
+        raise NotTileableError("its result is a sum over tiles")
     images = [tensor for tensor, kind in zip(node.inputs, kinds, strict=True) if kind is TileKind.FULL]
     _check_batches(analysis, node, [*images, node.out()])
     analysis.view(node).check_axes([*images, node.out()])

@@ -37,6 +37,7 @@ from rewriters.emission.loop_tensors import (
 from rewriters.emission.output_selection import outputs_of
 from rewriters.emission.row_carries import CarriedState, finish_gradient_rows, joined, received
 from rewriters.emission.while_loop import emit_while_loop
+from rewriters.errors import RewriteError
 from rewriters.ir import tf_internals
 from rewriters.ir.graph import Node, Tensor
 from rewriters.ir.region_reads import is_region_read
@@ -407,8 +408,12 @@ class IterationEmitter:
         """
         have = self.tile_loop.regions[tensor]
         if self.segment.kinds.get(tensor) is TileKind.FULL:
-            for held, needed, extent in zip(have, need, self._extents(tensor), strict=True):
-                assert held.covers(needed.clip(extent)), f"{tensor.name} lacks rows that an op needs"
+            rows = zip(have, need, self._extents(tensor), strict=True)
+            if not all(held.covers(needed.clip(extent)) for held, needed, extent in rows):
+                raise RewriteError(
+                    f"A tile loop holds fewer rows of `{tensor.name}` than an op in it reads, and would compute other "
+                    "results than the original step. Please report it."
+                )
         carry = self.tile_loop.carries.get(tensor)
         if carry is None or self._is_gradient(tensor):
             value = self.crop_and_pad(self.value(tensor), have, need, fill, tensor)

@@ -24,6 +24,7 @@ from tensorflow.python.grappler import cluster, tf_optimizer
 from tensorflow.python.grappler import item as grappler_item
 from tensorflow.python.ops import cond_v2, handle_data_util, resource_variable_ops
 
+from rewriters.errors import RewriteError
 from rewriters.ir.op_traits import Trait, ops_with
 
 __all__: list[str] = []
@@ -259,7 +260,10 @@ def pack_outputs(concrete_fn: Any, flat: Sequence[Any]) -> Any:
     remaining = iter(flat)
     parts = tf.nest.flatten(structured, expand_composites=True)  # Components of composites, such as `tf.IndexedSlices`.
     leaves = [None if leaf is None else next(remaining) for leaf in parts]
-    assert next(remaining, None) is None, "more results than the structure has"
+    if next(remaining, None) is not None:
+        raise RewriteError(
+            f"The step has {len(flat)} results, but its structure {structured!r} has fewer. Please report it."
+        )
     return tf.nest.pack_sequence_as(structured, leaves, expand_composites=True)
 
 

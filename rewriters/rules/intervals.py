@@ -74,10 +74,8 @@ class Interval:
 
     def inside(self, extent: int) -> Interval:
         """Return the part inside `[0, extent)`, at least one row; cached for intervals of few tiles."""
-        if self.lo.size > MAX_CACHED_TILES:
-            return self.clip(extent).nonempty(extent)
-        assert self.lo.itemsize == self.hi.itemsize == np.int64().itemsize
-        return _inside(*self.key, extent)
+        is_cached = self.lo.size <= MAX_CACHED_TILES and self.lo.dtype == self.hi.dtype == np.int64
+        return _inside(*self.key, extent) if is_cached else self.clip(extent).nonempty(extent)
 
     def covers(self, other: Interval) -> bool:
         """Return whether every non-empty tile of `other` lies inside this one."""

@@ -1,12 +1,14 @@
-"""Order of the ops in loop bodies: slices, crops and pads for a gradient op wait for the gradient that it reads."""
+"""Ops in loop bodies: their order, and rows that a plan does not provide."""
 
 import pytest
-from equivalence import Cut, keras_step, rewrite
+from equivalence import Cut, find, keras_step, plan, rewrite, rewrite_as
 from nets import chain, conv
 
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize import canonicalize
 from rewriters.emission import tile_pass
+from rewriters.errors import RewriteError
+from rewriters.rules.intervals import Interval
 from rewriters.tiling.barrier_levels import assign_levels
 from rewriters.tiling.barrier_planner import barrier_segment
 from rewriters.tiling.checkpoint_selection import CheckpointSelection
@@ -77,3 +79,20 @@ RELU_GRADIENT = ("ReluGrad", 1, 0)
 def test_rows_for_gradient_ops_wait_for_gradient(make, operands, number):
     waits = [gradient in before for before, gradient in copies(make(), *operands)]
     assert len(waits) == number and all(waits)
+
+
+def test_loop_that_holds_too_few_rows_is_refused():
+    """Rows that are missing inside of the image would be padded, which is right only outside of it."""
+
+    def planned(analysis):
+        (segment,) = plans = plan(analysis, [Cut("input", "second", (3, 2))])
+        regions, first = segment.loops[0].regions, find(analysis, "first")
+        rows, columns = regions[first]
+        regions[first] = Interval(rows.lo, rows.hi - 1), columns
+        return plans
+
+    def net(x):
+        return conv(4, name="second")(conv(4, name="first")(x))
+
+    with pytest.raises(RewriteError, match="fewer rows of `.*first.*` than an op in it reads, .* Please report it"):
+        rewrite_as(keras_step(net, (12, 16), 2).concrete_fn, planned)

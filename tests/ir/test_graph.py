@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rewriters.errors import RewriteError
+from rewriters.ir import tf_internals
 from rewriters.ir.graph import Graph, Node, Tensor, ancestors, from_concrete_function, nodes_between, predecessors
 from rewriters.step_importer import StepImporter
 
@@ -231,3 +232,10 @@ def test_bytes_where_the_operand_of_a_reshape_is_less_known():
 
     graph = from_concrete_function(step.get_concrete_function())
     assert graph.outputs[0].num_bytes(4) == 4 * 4 * 8 * 4
+
+
+def test_pack_outputs_more_results_than_structure_are_refused():
+    traced = tf.function(lambda x: {"loss": x, "none": None}).get_concrete_function(tf.constant(1.0))
+    assert tf_internals.pack_outputs(traced, [2.0]) == {"loss": 2.0, "none": None}
+    with pytest.raises(RewriteError, match="The step has 2 results, but its structure .*'loss'.* has fewer"):
+        tf_internals.pack_outputs(traced, [2.0, 3.0])

@@ -135,3 +135,9 @@ def test_rows_covered_contains_rows_of_windows_overlapping(window, rows):
     tapped = set().union(*(taps(window, number) for number in range(window.out_extent)))
     for tile, below in zip(rows_of(value), rows_of(gathered), strict=True):
         assert tile & tapped <= below
+
+
+def test_inside_of_narrow_integers_equals_that_of_wide_ones():
+    """The cache reads the bytes of its keys as 64-bit integers."""
+    narrow = Interval(np.array([-1, 3], np.int32), np.array([2, 9], np.int32))
+    assert rows_of(narrow.inside(6)) == rows_of(interval([(-1, 3), (3, 6)]).inside(6)) == [{0, 1}, {3, 4, 5}]

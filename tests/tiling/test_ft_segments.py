@@ -8,8 +8,10 @@ import tensorflow as tf
 from gradients import gradient_step
 from keras import layers
 
-from rewriters.analysis.graph_analysis import GraphAnalysis
+from rewriters.analysis.graph_analysis import GraphAnalysis, check_forward
 from rewriters.canonicalize.canonicalize import read_canonical
+from rewriters.errors import NotTileableError
+from rewriters.rules.registry import TileKind, find_rule
 from rewriters.tiling import ft_segments
 
 
@@ -30,6 +32,15 @@ def forward(analysis, op):
 
 
 # Operators --------------------------------------------------------------------------------------------------
+
+
+def test_check_forward_partial_sums_are_refused(monkeypatch):
+    """Forward values of a tile are read as final, so that no rule may return a part of a sum for them."""
+    analysis = analysed(conv())
+    relu = forward(analysis, "Relu")
+    monkeypatch.setattr(type(find_rule(relu)), "result_kind", lambda *_: TileKind.PARTIAL)
+    with pytest.raises(NotTileableError, match="its result is a sum over tiles"):
+        check_forward(analysis, relu)
 
 
 @pytest.mark.parametrize(
