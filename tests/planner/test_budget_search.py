@@ -28,11 +28,12 @@ from tflms_sft._planner.budget_search import (
     TILE_PEAK_FRACTIONS,
     BudgetPlan,
     FeasiblePlan,
+    _swaps_alone,
     excess_remedy,
     limit_of,
     plans_within_budget,
 )
-from tflms_sft._planner.swap_planner import NothingToSwapError
+from tflms_sft._planner.swap_planner import NothingToSwapError, apply_swaps
 from tflms_sft._planner.swap_search import SwapSearch
 from tflms_sft._planner.traced_step import analyse_step
 from tflms_sft._trace.step_tracing import trace_step
@@ -122,6 +123,15 @@ def test_budget_where_no_tiles_fit_plans_swaps():
     plan, budget = plan_for(volumetric, 0.6)
     assert plan.swaps and not plan.segments and plan.predicted.peak_bytes <= 0.9 * budget
     assert "swaps, because no tiles fit" in plan.notes and "swaps, because no tiles fit" in plan.summary()
+
+
+def test_feasible_plan_with_swaps_has_the_peak_of_its_step():
+    concrete_fn, record = trace_step(step_of(model_of(normed_volumes)), (VOLUMES, LABELS), {})
+    traced = analyse_step(concrete_fn, record, len(VOLUMES))
+    limit = int(0.8 * traced.plain.peak.peak_bytes)
+    feasible = _swaps_alone(traced, SwapParams(min_bytes=0), limit)
+    swapped = apply_swaps(traced, traced.analysis.graph, feasible.plan.swaps)
+    assert feasible.peak_bytes == swapped.peak(None).peak_bytes < limit
 
 
 def test_budget_with_fast_transfers_plans_swaps(transfers):

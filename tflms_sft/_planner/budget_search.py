@@ -144,7 +144,7 @@ class FeasiblePlan:
     Attributes:
         plan: Tiles and swaps.
         seconds: Time of the step.
-        peak_bytes: Peak of the step.
+        peak_bytes: Predicted peak of the step.
     """
 
     plan: BudgetPlan
@@ -280,7 +280,7 @@ def _swaps_alone(traced: TracedStep, swap: SwapParams, limit: int) -> FeasiblePl
     alone = swaps.tuned(limit)
     if alone is None or not swaps.has_room(alone):
         return None
-    return FeasiblePlan(BudgetPlan([], [], alone), swaps.seconds(alone, traced.seconds), limit)
+    return FeasiblePlan(BudgetPlan([], [], alone), swaps.seconds(alone, traced.seconds), swaps.peak_bytes(alone))
 
 
 def _together(
@@ -311,7 +311,8 @@ def _together(
             seconds = swaps.seconds(tuned, seconds)
             if seconds < fastest:
                 fastest = seconds
-                yield FeasiblePlan(BudgetPlan(tiles.plans, search.left, tuned, why=why), seconds, limit)
+                plan = BudgetPlan(tiles.plans, search.left, tuned, why=why)
+                yield FeasiblePlan(plan, seconds, swaps.peak_bytes(tuned))
 
 
 class TilesInFiles:
@@ -417,7 +418,8 @@ class LeastMemory:
             return []
         why = BOTH if candidate.plans else "swaps, because no tiles fit"
         seconds = swaps.seconds(tuned, candidate.time_ratio * self._traced.seconds)
-        return [FeasiblePlan(BudgetPlan(candidate.plans, self._search.left, tuned, why=why), seconds, limit)]
+        plan = BudgetPlan(candidate.plans, self._search.left, tuned, why=why)
+        return [FeasiblePlan(plan, seconds, swaps.peak_bytes(tuned))]
 
     def smallest(self) -> Candidate:
         """Return the plan with the lowest peak of tiles, of swaps, and of both; its time includes transfers."""

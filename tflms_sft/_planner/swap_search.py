@@ -141,9 +141,16 @@ class SwapSearch:
         """Return whether there are space and files enough now for the swaps of tuned parameters."""
         return not no_room(self._tier, self._selected(params), self._traced.batch)
 
+    def peak_bytes(self, params: SwapParams) -> int:
+        """Return the predicted peak of the step with tuned parameters."""
+        return self._search_for(params).peak(params.n_tensors, params.lb).peak_bytes
+
     def _selected(self, params: SwapParams) -> list[Swap]:
-        search = self._with_lead if self._with_lead is not None and params.lead else self
-        return search._first(params.n_tensors, params.lb)
+        return self._search_for(params)._first(params.n_tensors, params.lb)
+
+    def _search_for(self, params: SwapParams) -> SwapSearch:
+        """Return the search whose lead tuned parameters have."""
+        return self._with_lead if self._with_lead is not None and params.lead else self
 
     @functools.cached_property
     def smallest(self) -> tuple[int, Peak] | None:
