@@ -287,6 +287,29 @@ def test_callback_after_fit_can_be_copied():
         assert copied.plan.headline() == callback.plan.headline()
 
 
+@pytest.mark.parametrize("kind", ["train", "test"])
+def test_error_while_the_function_is_made_restores_model(kind):
+    model, name = net(jit_compile=True), f"make_{kind}_function"
+    make = getattr(model, name)
+
+    def fail(force=False):
+        if force:
+            raise OSError("no function today")
+        make()
+
+    object.__setattr__(model, name, fail)
+    calls = [lambda: (model.fit if kind == "train" else model.evaluate)(X, Y, callbacks=[tiles()], verbose=0)]
+    if kind == "train":
+        calls.append(lambda: tflms_sft.budget(model, BUDGET, verbose=0).__enter__())
+    for call in calls:
+        with pytest.raises(OSError, match="no function today"):
+            call()
+        assert model.jit_compile is True and getattr(model, name) is fail
+        assert f"{kind}_step" not in model.__dict__ and not any("tflms" in each for each in model.__dict__)
+    object.__delattr__(model, name)
+    assert is_plain(model)
+
+
 def test_excess_is_not_handed_to_a_model_at_the_address_of_a_deleted_one():
     """Cross-validation trains new models with one callback, and Python reuses the addresses of old ones."""
 

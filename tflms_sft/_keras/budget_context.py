@@ -75,8 +75,8 @@ def budget(
         owner="`budget`",
         say=say if verbose else None,
     )
-    patch.install()
     try:
+        patch.install()
         yield patch
     finally:
         patch.restore()

@@ -211,7 +211,12 @@ class StepPatch:
         self._planned = [self._now]
         self._now.importers.clear()
         self._patched_function = self.run  # Bound once, so that `is` recognises it.
-        self._make_function()
+        setattr(self.model, self.kind.function, self._patched_function)
+        try:
+            self._make_function()
+        except BaseException:  # A model may define `make_train_function` itself, and Keras calls no callback then.
+            self.restore()
+            raise
 
     def _make_function(self) -> None:
         """Have Keras build the compiled function of the present size, and put the patch in its place."""
@@ -220,11 +225,7 @@ class StepPatch:
         setattr(self.model, self.kind.function, self._patched_function)
 
     def _replace_function(self, force: bool = False) -> None:
-        """Replace `make_train_function`.
-
-        With `force`, a callback requests that the step of this training is traced again. Without, a new training
-        begins, and the patch of the previous one is removed.
-        """
+        """Trace the step of this training again (`force`), or remove the patch because a new training begins."""
         if force:
             self._replace_function_with_patch()
         else:
@@ -597,5 +598,4 @@ class StepPatch:
 
     def _untouched_variable_bytes(self, traced: Any) -> list[int]:
         """Return the bytes of each variable that is in memory while the step runs but that it does not use."""
-        del traced
         return []
