@@ -37,7 +37,7 @@ from tflms_sft import AutoParams, LMSParams, Pipeline, PipelineParams, SegmentSp
 from tflms_sft._keras.rewriting_callback import trained_by
 from tflms_sft._params.request import parse_request
 from tflms_sft._planner.requested_tiles import StageBounds, plan_sft
-from tflms_sft._planner.traced_step import TracedStep
+from tflms_sft._planner.traced_step import TracedStep, analyse_step
 from tflms_sft._trace.layer_names import LayerRecord
 
 TOLERANCE = 1e-10
@@ -249,6 +249,31 @@ def test_verify_finds_a_broken_loop_in_a_stage(monkeypatch):
     proof = tflms_sft.verify(compiled(net(HERE, deep=True), "momentum"), batches(1)[0], params)
     assert not proof.ok and len(proof.plan.segments) == 4
     assert not proof.outputs.ok and not proof.gradients.ok
+
+
+def test_analysed_graph_of_stages_with_tiles_is_not_edited(monkeypatch):
+    """Its devices are those that its analysis has seen."""
+    graphs = []
+
+    def devices_of(graph):
+        return {name: node.device for name, node in graph.nodes.items()}
+
+    def analysed(*args, **options):
+        traced = analyse_step(*args, **options)
+        graphs.append((traced.analysis.graph, devices_of(traced.analysis.graph)))
+        return traced
+
+    monkeypatch.setattr("tflms_sft._pipeline.build.analyse_step", analysed)
+    model = compiled(net(HERE, deep=True), "momentum")
+
+    def train(x, y):
+        with tf.device("CPU:0"):
+            return model.train_step((x, y))
+
+    params = [SFTParams((2, 2)), PipelineParams(CUTS, "gpipe", 2, HERE)]
+    rewritten = tflms_sft.rewrite(tf.function(train, autograph=False), params, *batches(1)[0])
+    assert len(rewritten.plan.segments) == 4 and graphs
+    assert all(devices_of(graph) == before for graph, before in graphs)
 
 
 def test_order_of_parameters_does_not_matter():

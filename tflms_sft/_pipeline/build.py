@@ -116,7 +116,11 @@ def _built(traces: BatchTraces, chosen: RewriteRequest, params: PipelineParams) 
     """Return the pipeline and notes for its plan."""
     samples = max(traces.batch // params.total_micro_batches, 1) if traces.batch else None
     mode = CanonicalMode.BATCH_ANALYSIS if chosen.tiles is None else CanonicalMode.TILING
-    traced = analyse_step(traces.micro, traces.record, samples, mode, merge_constants=False)
+    is_rewritten = chosen.tiles is not None or chosen.swaps is not None
+    # Stages have devices, and those of the trace would stay in the bodies of loops.
+    traced = analyse_step(
+        traces.micro, traces.record, samples, mode, merge_constants=False, keep_devices=not is_rewritten
+    )
     analysis = traced.analysis
     analysis.require_backward()
     sizes = TraceComparison(
@@ -134,7 +138,7 @@ def _built(traces: BatchTraces, chosen: RewriteRequest, params: PipelineParams) 
             traces.micro, analysis, parts=parts, stages=stages, schedule=schedule, devices=devices, where=where
         )
     inside = Inside(StagedStep(analysis, parts, stages, traces.batched))
-    if chosen.tiles is not None or chosen.swaps is not None:
+    if is_rewritten:
         inside = _inside_of_stages(traced, inside.staged, chosen, cuts, devices, schedule)
         where = _variable_devices(traces.micro, inside.staged.analysis)
     staged = inside.staged
@@ -163,8 +167,6 @@ def _inside_of_stages(
     schedule: Schedule,
 ) -> Inside:
     """Tile the step of a micro-batch, and swap tensors that remain between tile loops."""
-    for node in traced.analysis.graph.nodes.values():
-        node.device = ""  # Stages have devices, and what the step was traced with would stay in the bodies of loops.
     plans: list[SegmentPlan] = []
     left: list[SkippedOps] = []
     if chosen.tiles is not None:

@@ -175,6 +175,7 @@ def analyse_step(
     mode: CanonicalMode = CanonicalMode.TILING,
     *,
     merge_constants: bool = True,
+    keep_devices: bool = True,
 ) -> TracedStep:
     """Read and analyse a traced step.
 
@@ -184,11 +185,14 @@ def analyse_step(
         batch: Batch size where the graph leaves it open.
         mode: Rewritings that canonicalization may do; see `CanonicalMode`.
         merge_constants: Whether to merge equal constants; not for a step that is compared with another trace.
+        keep_devices: Whether ops keep the devices that they were traced on.
 
     Raises:
         RewriteError: For `TILING`, if gradients are hidden inside a function or loop; else, if there are none.
     """
     graph = read_canonical(concrete_fn, mode, merge_constants=merge_constants)
+    for node in graph.nodes.values() if not keep_devices else ():
+        node.device = ""
     record = record or LayerRecord()
     misleading = any(is_autodiff_name(call.layer) for call in record.calls)
     forward: Container[str] = record.layer_of_op.keys() if misleading else ()
