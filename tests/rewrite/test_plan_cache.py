@@ -1,5 +1,6 @@
 """Test plans in files: saved ones, and the cache of later processes."""
 
+import dataclasses
 import json
 import re
 
@@ -206,10 +207,13 @@ def test_saved_plan_above_budget_is_refused_before_training(tmp_path):
 
 
 def test_saved_plan_with_swaps_is_refused_without(tmp_path):
+    """A changed copy of a plan is saved like the plan."""
     path = tmp_path / "plan.json"
     plan = planned(swapped, AutoParams(int(0.8 * planned(swapped, AutoParams("1GiB")).original.peak_bytes), headroom=0))
     assert plan.swaps
-    plan.save(path)
+    dataclasses.replace(plan, notes=()).save(path)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.notes = ()
     assert planned(swapped, AutoParams(plan=path)).swaps
     with pytest.raises(RewriteError, match="`plan` must not swap with `swap=False`. Received: plan='.*', which swaps"):
         planned(swapped, AutoParams(plan=path, swap=False))

@@ -199,7 +199,7 @@ class RewritingCallback(keras.callbacks.Callback):
                 on_failure=self._remove_patches,
                 print_line=self._print,
                 on_plan=lambda plan: self._on_forward_plan(kind, plan),
-                on_measured=lambda plan: self._print(forward_over_budget_line(CALLED[kind], plan)),
+                on_measured=lambda plan: self._on_forward_measured(kind, plan),
                 **self._patch_options(),
             )
         self._forward_patches[kind].begin()
@@ -227,6 +227,10 @@ class RewritingCallback(keras.callbacks.Callback):
         forward = self._forward_patches[kind]
         self._print(forward_line(forward.called, plan, is_jit_off=forward.has_disabled_jit))
 
+    def _on_forward_measured(self, kind: StepKind, plan: Plan) -> None:
+        self._forward_plans[kind] = plan
+        self._print(forward_over_budget_line(CALLED[kind], plan))
+
     def _announce_not_rewritten(self, called: str, reason: str) -> None:
         if called != self._announced:
             self._announced = called
@@ -243,6 +247,7 @@ class RewritingCallback(keras.callbacks.Callback):
             say(training_line(self._patch, plan))
 
     def _on_measured(self, plan: Plan) -> None:
+        self._last_plan = plan
         if self._verbose:
             assert self._patch is not None
             self._print(peak_line(plan, is_replanned=self._patch.is_replanned))

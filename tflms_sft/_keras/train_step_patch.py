@@ -307,8 +307,10 @@ class StepPatch:
         if first:
             now.is_measured = True
             tf.nest.map_structure(lambda value: value.numpy() if hasattr(value, "numpy") else value, result)
-            now.plan.measured = self.watch.stop(step_bytes, self._tiers)
-            if now.plan.measured is not None or sum(planned.is_measured for planned in self._planned) == 1:
+            measured = self.watch.stop(step_bytes, self._tiers)
+            if measured is not None:
+                now.plan = amend_plan(now.plan, measured=measured)
+            if measured is not None or sum(planned.is_measured for planned in self._planned) == 1:
                 self._on_measured(now.plan)
             self._enforce_budget(now.plan)
         else:

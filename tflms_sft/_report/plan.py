@@ -6,7 +6,6 @@ import dataclasses
 import html
 import json
 import os
-from collections.abc import Mapping
 from typing import Any
 
 from tflms_sft._report.html_page import page
@@ -15,7 +14,7 @@ from tflms_sft._report.plan_records import Measurement, PlanRecord
 from tflms_sft._report.summary import batch_text, headline, summary
 
 
-@dataclasses.dataclass(eq=False, repr=False)
+@dataclasses.dataclass(eq=False, repr=False, frozen=True)
 class Plan(PlanRecord):
     """The record of a rewriting: segments, swaps, predictions and measurements.
 
@@ -45,6 +44,7 @@ class Plan(PlanRecord):
         rest_time_share: Predicted time of ops outside of segments over that of the original step, in the original and
             the rewritten step.
         pipeline: Stages on several devices, or `None`.
+        recipe: Decisions of a plan for a budget, which `save` writes; `None` for other plans.
     """
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -62,14 +62,13 @@ class Plan(PlanRecord):
         Examples:
             >>> callback.plan.save("plan.json")
         """
-        recipe = self.__dict__.get("_recipe")
-        if recipe is None:
+        if self.recipe is None:
             raise ValueError(
                 f"Only a plan for a budget can be saved. Received: {self!r}. Explicit parameters need no search: pass "
                 "them again."
             )
         with open(path, "w", encoding="utf-8") as file:
-            json.dump(recipe, file, indent=1)
+            json.dump(self.recipe, file, indent=1)
 
     def headline(self) -> str:
         """Return one line: segments, swaps, predicted peak and time."""
@@ -101,9 +100,11 @@ class Plan(PlanRecord):
             indent: Spaces per level; `None` for a single line.
 
         Returns:
-            The text, with the attributes of `Plan` as fields. Sizes are bytes, times seconds.
+            The text, with the attributes of `Plan` as fields, without `recipe`. Sizes are bytes, times seconds.
         """
-        return json.dumps(dataclasses.asdict(self), indent=indent)
+        fields = dataclasses.asdict(self)
+        del fields["recipe"]
+        return json.dumps(fields, indent=indent)
 
     def plot(
         self,
@@ -175,14 +176,7 @@ def amend_plan(plan: Plan, *notes: str, **changes: Any) -> Plan:
         *notes: Appended to `plan.notes`; empty ones are skipped.
         **changes: Other fields, as for `dataclasses.replace`.
     """
-    amended = dataclasses.replace(plan, notes=(*plan.notes, *filter(None, notes)), **changes)
-    return with_recipe(amended, plan.__dict__.get("_recipe"))
-
-
-def with_recipe(plan: Plan, recipe: Mapping[str, Any] | None) -> Plan:
-    """Set what `Plan.save` writes, and return the plan."""
-    plan.__dict__["_recipe"] = recipe
-    return plan
+    return dataclasses.replace(plan, notes=(*plan.notes, *filter(None, notes)), **changes)
 
 
 def _check_measurements(before: Any, after: Any) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from tflms_sft._report.pipeline_plan import PlannedPipeline
 
@@ -143,7 +145,7 @@ class PlannedSwap:
     controls: tuple[str, ...]
 
 
-@dataclasses.dataclass(eq=False, repr=False)
+@dataclasses.dataclass(eq=False, repr=False, frozen=True)
 class PlanRecord:
     """Data of a plan. `Plan` documents the attributes."""
 
@@ -164,6 +166,7 @@ class PlanRecord:
     rest_waiting_bytes: tuple[int, int] = (0, 0)
     rest_time_share: tuple[float, float] = (0.0, 0.0)
     pipeline: PlannedPipeline | None = None
+    recipe: Mapping[str, Any] | None = None
 
     @property
     def swapped_bytes(self) -> int:

@@ -16,6 +16,7 @@ from rewriters.errors import RewriteError
 from rewriters.ir import tf_internals
 from rewriters.swapping.tiers import Tier
 from tflms_sft._params.device_names import remote_devices
+from tflms_sft._report.plan import amend_plan
 from tflms_sft._report.plan_records import Measurement, Timeline
 from tflms_sft._rewrite.measured_timeline import timelines as device_timelines
 from tflms_sft._rewrite.rewritten_step import RewrittenStep
@@ -160,7 +161,7 @@ def measure(step: Any, *args: Any, timelines: bool = False, **kwargs: Any) -> Me
         for handle, value in saved:
             tf.raw_ops.AssignVariableOp(resource=handle, value=value)
     if isinstance(step, RewrittenStep):
-        step.plan.measured = measurement
+        step.plan = amend_plan(step.plan, measured=measurement)
     return measurement
 
 

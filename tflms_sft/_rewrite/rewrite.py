@@ -40,7 +40,7 @@ from tflms_sft._planner.traced_step import (
     prediction,
     seconds_of,
 )
-from tflms_sft._report.plan import Plan, amend_plan, with_recipe
+from tflms_sft._report.plan import Plan, amend_plan
 from tflms_sft._rewrite.plan_cache import cached_recipe, read_recipe, store_recipe
 from tflms_sft._rewrite.plan_recipe import plan_from, recipe_of
 from tflms_sft._rewrite.rewritten_step import RewrittenStep
@@ -129,7 +129,7 @@ def _within_budget(traced: TracedStep, params: AutoParams, advise: bool) -> tupl
             importer, plan = _carry_out(traced, choice, params.memory_budget)
             recipe = recipe_of(traced, choice, params.memory_budget)
             store_recipe(traced, params, recipe)
-            return importer, with_recipe(plan, recipe)
+            return importer, amend_plan(plan, recipe=recipe)
 
 
 def _stored_plan(traced: TracedStep, params: AutoParams) -> tuple[StepImporter, Plan] | None:
@@ -157,7 +157,7 @@ def _stored_plan(traced: TracedStep, params: AutoParams) -> tuple[StepImporter, 
             _check_saved_plan(plan, params)
             plan = amend_plan(plan, f"plan read from '{os.fspath(params.plan)}', without a search")
         if is_given or plan.predicted.peak_bytes <= limit_of(traced, params):
-            return importer, with_recipe(plan, recipe)
+            return importer, amend_plan(plan, recipe=recipe)
     return None
 
 
