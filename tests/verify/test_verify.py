@@ -16,7 +16,7 @@ from rewriters.rules.registry import TileKind
 from rewriters.step_importer import StepImporter
 from tflms_sft import LMS, LMSParams, MemoryBudget, RewriteError, SFTParams, verify
 from tflms_sft._keras.rewriting_callback import trained_by
-from tflms_sft._verify.differences import KINDS, difference
+from tflms_sft._verify.differences import KINDS, Difference, Verification, difference
 
 BATCH = X[:4], Y[:4]
 TILES = SFTParams((2, 3))
@@ -34,9 +34,10 @@ def test_verify_batch_norm_model_is_equal_in_float64():
     # Keras before 3.15 names the optimizer "SGD".
     variables = {name.replace("SGD", "sgd") for name in names["variable"]}
     assert {"norm0/moving_mean", "sgd/conv0a_kernel_momentum", *weights} < variables
-    first, headline, *_ = result.summary().splitlines()
+    first, headline, rewriting, *_ = result.summary().splitlines()
     assert first == "Equal up to float64 rounding: 34 tensors compared, after 1 step(s)"
     assert headline == f"  {result.plan.headline()}"
+    assert rewriting == "  compared with the original step: tiles of 1 segment(s), no swaps"
 
 
 def test_verify_restores_all_variables():
@@ -52,6 +53,8 @@ def test_verify_restores_all_variables():
 def test_verify_swaps_are_bitwise_equal():
     result = verify(net(), BATCH, LMSParams(min_bytes="1KiB", tier="disk"))
     assert result and result.plan.swaps and all(d.relative == 0 for d in result.differences)
+    number = len(result.plan.swaps)
+    assert f"compared with the original step: no tiles, swaps of {number} tensor(s)\n" in result.summary()
 
 
 def test_verify_accepts_budget_in_bytes():
@@ -68,7 +71,7 @@ def test_verify_callback_plan_on_any_batch_size():
     result = verify(model, (X[:1], Y[:1]), callback)
     assert result and result.plan.batch == 4 and result.plan.segments == callback.plan.segments
     assert verify(model, (X[:1], Y[:1]), BUDGET).plan.segments != result.plan.segments
-    callback.plan.segments = ()
+    callback._last_plan = dataclasses.replace(callback.plan, segments=())
     with pytest.raises(RewriteError, match="another plan than the training; .* Trained: .* Received: "):
         verify(model, (X[:1], Y[:1]), callback)
 
@@ -81,17 +84,18 @@ def test_trained_check_other_plan_is_refused():
     segments, swaps = plan.segments, plan.swaps
     assert segments and swaps and (segments, swaps) == (callback.plan.segments, callback.plan.swaps)
     trained = trained_by(callback, model)
-    plan.segments = (dataclasses.replace(segments[0], exits=("another",)), *segments[1:])
+    others = (dataclasses.replace(segments[0], exits=("another",)), *segments[1:])
     with pytest.raises(RewriteError, match="they differ in segment 'segment1'. Trained: .* Received: "):
-        trained.check(plan)
-    plan.segments, plan.swaps = segments, (dataclasses.replace(swaps[0], tensor="another"), *swaps[1:])
+        trained.check(dataclasses.replace(plan, segments=others))
+    others = (dataclasses.replace(swaps[0], tensor="another"), *swaps[1:])
     with pytest.raises(RewriteError, match=f"they differ in swap of '{swaps[0].tensor}', swap of 'another'. Trained"):
-        trained.check(plan)
+        trained.check(dataclasses.replace(plan, swaps=others))
 
 
 def test_verify_without_rewriting_is_false():
     result = verify(net(), BATCH, 2**30)
     assert not result.plan.changed and result.summary().startswith("Nothing was rewritten, so nothing was verified")
+    assert not result and result.verdict == "nothing rewritten"
 
 
 def test_verify_adam_with_zero_gradient_is_equal_in_float32():
@@ -138,7 +142,7 @@ def test_verify_broken_rule_is_detected_and_named(monkeypatch):
     gather = Window.rows_covered
     monkeypatch.setattr(Window, "rows_covered", lambda self, rows: gather(self, rows).shift(1))
     result = verify(net(blocks=2), BATCH, TILES)
-    assert not result and not result.ok
+    assert not result and not result.ok and result.verdict == "different"
     assert not result.outputs.ok and not result.gradients.ok and result.gradients.relative > 1e-3
     lines = result.summary().splitlines()
     assert lines[0].startswith("DIFFERENT: rounding does not explain ")
@@ -176,6 +180,47 @@ def test_verify_non_finite_values_are_inconclusive():
     result = verify(net(), (X[:4] * np.nan, Y[:4]), TILES)
     assert not result and "the original step yields values that are not finite" in result.summary()
     assert result.summary().startswith("CANNOT TELL: ")
+
+
+def test_verify_chaotic_step_in_float32_cannot_tell():
+    """Weights that change by one rounding turn the sine by a tenth of a radian; an update by the sign amplifies it."""
+    kernel = tf.Variable(np.random.default_rng(0).normal(size=(3, 3, 3, 3)).astype("float32"))
+
+    @tf.function
+    def step(images):
+        with tf.GradientTape() as tape:
+            x = tf.nn.conv2d(tf.nn.conv2d(images, kernel, 1, "SAME"), kernel, 1, "SAME")
+            loss = tf.reduce_mean(tf.sin(1e5 * x))
+        kernel.assign_sub(tf.sign(tape.gradient(loss, kernel)))
+        return loss
+
+    result = verify(step, tf.cast(IMAGES, tf.float32), TILES)
+    assert result.plan.segments and result.gradients.noise > 1e-2
+    assert not result and result.summary().startswith("CANNOT TELL: float32 rounding could hide a wrong result in ")
+    assert result.variables.ok and result.variables.limit < 1e-3, "a wrong update would show in spite of the noise"
+
+
+@pytest.mark.parametrize(
+    ("relative", "noise", "verdict"),
+    [
+        (1e-3, 5e-4, "equal"),
+        (1.2e-2, 1e-3, "cannot tell"),
+        (3.1e-2, 1e-3, "different"),
+        (1e-3, 2e-2, "cannot tell"),
+        (0.7, 2e-2, "different"),
+        (np.inf, 1e-3, "different"),
+    ],
+)
+def test_verdict_near_the_limit_and_above_noise(relative, noise, verdict):
+    """Noise is a sample, so that the limit of ten times the noise is an estimate."""
+    plan = tflms_sft.rewrite(hand_written, TILES, IMAGES).plan
+    loss = Difference("output", "loss", 0, 0, 1e-4)
+    result = Verification((loss, Difference("gradient", "kernel", relative, noise, 10 * noise)), "float32", 1, plan)
+    assert result.verdict == verdict and bool(result) == (verdict == "equal")
+    text = result.summary()
+    assert text.startswith({"equal": "Equal", "different": "DIFFERENT"}.get(verdict, "CANNOT TELL: float32 rounding"))
+    assert ("repeat in float64: call `keras.config.set_floatx" in text) == (verdict == "cannot tell")
+    assert ("unclear: " in text) == bool(result.unclear) == (verdict == "cannot tell")
 
 
 @pytest.mark.parametrize(
@@ -240,7 +285,7 @@ def test_verify_random_ops_are_listed():
 
     result = verify(drawing, IMAGES, TILES)
     assert len(result.random_ops) == 1 and "draw(s) new random numbers in every run" in result.summary()
-    assert result.gradients.noise > 1e-3 and result.drowned is not None
+    assert result.unclear[0].noise > 1e-2 and result.verdict == "cannot tell"
     assert not result and result.summary().startswith("CANNOT TELL: the step draws new random numbers in every run")
 
 

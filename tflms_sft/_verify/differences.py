@@ -17,13 +17,25 @@ ABSOLUTE_FLOOR = 1e-3
 ROUNDING_LIMITS = {"float64": 1e-10, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 """Largest relative differences due to rounding for each dtype, from thousands of random networks (`make fuzz`)."""
 
-MAX_CONCLUSIVE_LIMIT = 0.05
-"""Largest limit of a conclusive comparison; above it a wrong result could pass as rounding."""
+MAX_CONCLUSIVE_NOISE = 1e-2
+"""Largest noise of a conclusive comparison; above it a wrong result could pass as rounding."""
+
+NEAR_LIMIT_FACTOR = 3
+"""Difference over its limit up to which it is inconclusive: one sample of the noise gives its order of magnitude."""
 
 OUTPUT, GRADIENT, VARIABLE = "output", "gradient", "variable"
 KINDS = (OUTPUT, GRADIENT, VARIABLE)
 
+EQUAL, DIFFERENT, CANNOT_TELL, NOTHING_REWRITTEN = "equal", "different", "cannot tell", "nothing rewritten"
+
 _MAX_NAMES = 3
+
+_REMEDIES = {
+    "": 'to decide, repeat in float64: call `keras.config.set_floatx("float64")` before the model is built, without '
+    "casts to float32 in the model and its loss; for a step of your own, use float64 variables and arguments. A "
+    "smaller image may suffice",
+    "float64": "to decide, give another image, or a smaller one",
+}
 
 
 def difference(got: Any, want: Any, floor: float = ABSOLUTE_FLOOR) -> float:
@@ -55,11 +67,15 @@ class Difference:
         name: Name of the result, of the variable, of the variable of a gradient, or of the tensor.
         relative: `max|a - b| / max(max|b|, floor)`; infinite if shapes differ or a value is not finite.
         noise: Relative difference between two runs of the original step: one with each weight changed by one rounding,
-            for gradients also one with a scaled loss, for variables also the original update with the gradients of the
-            rewritten step. The largest counts.
+            for gradients also one with a scaled loss. The largest counts.
         limit: Largest relative difference that rounding explains: the limit of the dtype for a step of this size, or
             ten times the noise.
         ok: Whether rounding explains the difference.
+        conclusive: Whether `ok` tells right from wrong: not if the noise is above 1 %, nor if the difference exceeds
+            its limit by less than a factor of three.
+
+    Variables are compared with the update of the original step from the gradients of the rewritten step, which are
+    compared themselves. If that does not explain the difference, they are compared with the original step.
     """
 
     kind: str
@@ -73,24 +89,33 @@ class Difference:
         """Tell whether rounding explains the difference."""
         return math.isfinite(self.relative) and self.relative <= self.limit
 
+    @property
+    def conclusive(self) -> bool:
+        """Tell whether `ok` tells right from wrong."""
+        if not math.isfinite(self.noise):
+            return False
+        return self.relative > NEAR_LIMIT_FACTOR * self.limit or (self.ok and self.noise <= MAX_CONCLUSIVE_NOISE)
 
-def badness(item: Difference) -> tuple[bool, float]:
-    """Return a sort key that is largest for differences that rounding does not explain."""
-    return not item.ok, item.relative
+
+def badness(item: Difference) -> tuple[bool, bool, float]:
+    """Return a sort key: largest for differences that rounding does not explain, then for inconclusive ones."""
+    return item.conclusive and not item.ok, not item.conclusive, item.relative
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Verification:
-    """The result of `verify`; true if something was rewritten and rounding explains every difference.
+    """The result of `verify`; true if something was rewritten and all comparisons show equal results.
+
+    False means different, nothing rewritten, or that the comparison cannot tell; `verdict` says which.
 
     Attributes:
-        ok: Whether something was rewritten and rounding explains every difference.
+        verdict: `"equal"`, `"different"`, `"cannot tell"`, or `"nothing rewritten"`.
+        ok: Whether the verdict is `"equal"`; the truth value of the object.
         differences: Differences of all compared tensors.
         outputs: Worst difference of the results, such as the loss; `None` if the step returns nothing.
         gradients: Worst difference of the gradients; `None` if none could be compared.
         variables: Worst difference of weights, optimizer slots, statistics, metrics and seeds; `None` without any.
-        drowned: Noisiest difference of a step with random ops, if a wrong result could pass as its noise; else `None`.
-        sensitive: Difference of the noisiest gradient, if a wrong result could pass as its rounding; else `None`.
+        unclear: Differences that are not conclusive, the noisiest first.
         dtype: Floating dtype with the fewest digits in which images are computed, such as `"float32"`.
         steps: Number of steps that were run.
         plan: Plan of the rewritten step.
@@ -107,20 +132,27 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Tell whether something was rewritten and rounding explains every difference."""
-        return self.plan.changed and not self.drowned and all(item.ok for item in self.differences)
+        """Tell whether the verdict is `"equal"`."""
+        return self.verdict == EQUAL
 
     def __bool__(self) -> bool:
         """Return `ok`, for `assert tflms_sft.verify(...)`."""
         return self.ok
 
     @property
-    def drowned(self) -> Difference | None:
-        """Noisiest difference of a step with random ops, if a wrong result could pass as its noise."""
-        if not self.random_ops:
-            return None
-        inconclusive = (item for item in self.differences if item.ok and item.limit > MAX_CONCLUSIVE_LIMIT)
-        return max(inconclusive, key=lambda item: item.noise, default=None)
+    def verdict(self) -> str:
+        """`"equal"`, `"different"`, `"cannot tell"`, or `"nothing rewritten"`."""
+        if self._wrong:
+            return DIFFERENT
+        if not self.plan.changed:
+            return NOTHING_REWRITTEN
+        return CANNOT_TELL if self.unclear else EQUAL
+
+    @property
+    def unclear(self) -> tuple[Difference, ...]:
+        """Differences that are not conclusive, the noisiest first."""
+        unclear = (item for item in self.differences if not item.conclusive)
+        return tuple(sorted(unclear, key=lambda item: item.noise, reverse=True))
 
     @property
     def outputs(self) -> Difference | None:
@@ -137,62 +169,56 @@ class Verification:
         """Worst difference of weights, optimizer slots, statistics, metrics and seeds; `None` without any."""
         return self._worst(VARIABLE)
 
-    @property
-    def sensitive(self) -> Difference | None:
-        """Difference of the noisiest gradient, if a wrong result could pass as its rounding."""
-        gradients = (item for item in self.differences if item.kind == GRADIENT)
-        inconclusive = (item for item in gradients if item.ok and item.limit > MAX_CONCLUSIVE_LIMIT)
-        return max(inconclusive, key=lambda item: item.noise, default=None)
-
     def _worst(self, kind: str) -> Difference | None:
         """Return the largest difference of a kind, preferably one that rounding does not explain."""
         of_kind = (item for item in self.differences if item.kind == kind)
         return max(of_kind, key=badness, default=None)
 
+    @property
+    def _wrong(self) -> list[Difference]:
+        return [item for item in self.differences if item.conclusive and not item.ok]
+
     def summary(self) -> str:
         """Return a report of several lines: the verdict, the largest difference of each kind, and remarks."""
-        lines = [f"{self._verdict()}, after {self.steps} step(s)", f"  {self.plan.headline()}"]
+        lines = [f"{self._verdict_text()}, after {self.steps} step(s)", f"  {self.plan.headline()}"]
+        lines.append(f"  compared with the original step: {_rewriting(self.plan)}")
         lines.append(f"  {'largest of':<14}{'difference':>11}{'limit':>11}{'noise':>11}   tensor")
         for kind in KINDS:
             number = sum(item.kind == kind for item in self.differences)
             worst = self._worst(kind)
             if worst is not None:
-                numbers = "".join(f"{value:>11.1e}" for value in (worst.relative, worst.limit, worst.noise))
-                lines.append(f"  {f'{number} {kind}(s)':<14}{numbers}   {worst.name}")
-        wrong = self._unexplained()
-        lines.extend(f"  wrong: {item.kind} {item.name}: {item.relative:.1e}" for item in wrong[:_MAX_NAMES])
-        if any(not math.isfinite(item.noise) for item in wrong):
-            lines.append("  the original step yields values that are not finite and cannot be compared: use other data")
+                lines.append(f"  {f'{number} {kind}(s)':<14}{_numbers(worst)}   {worst.name}")
+        lines.extend(f"  wrong: {item.kind} {item.name}: {item.relative:.1e}" for item in self._wrong[:_MAX_NAMES])
         return "\n".join([*lines, *self._remarks()])
 
-    def _unexplained(self) -> list[Difference]:
-        return [item for item in self.differences if not item.ok]
-
-    def _verdict(self) -> str:
-        wrong, number = self._unexplained(), len(self.differences)
-        if wrong and all(not math.isfinite(item.noise) for item in wrong):
-            return f"CANNOT TELL: {len(wrong)} of {number} tensors are not finite"
-        if wrong:
-            return f"DIFFERENT: rounding does not explain {len(wrong)} of {number} tensors"
-        if not self.plan.changed:
+    def _verdict_text(self) -> str:
+        number, unclear = len(self.differences), self.unclear
+        if self.verdict == DIFFERENT:
+            return f"DIFFERENT: rounding does not explain {len(self._wrong)} of {number} tensors"
+        if self.verdict == NOTHING_REWRITTEN:
             return "Nothing was rewritten, so nothing was verified: request tiles or a smaller budget"
-        if self.drowned:
+        if self.verdict == EQUAL:
+            return f"Equal up to {self.dtype} rounding: {number} tensors compared"
+        if self._has_infinite_noise:
+            return f"CANNOT TELL: {len(unclear)} of {number} tensors are not finite"
+        if self.random_ops:
             return (
-                f"CANNOT TELL: the step draws new random numbers in every run, which changes {self.drowned.name} by "
-                f"more than {MAX_CONCLUSIVE_LIMIT:.0%}; {number} tensors compared"
+                f"CANNOT TELL: the step draws new random numbers in every run, which changes {unclear[0].name} by "
+                f"{unclear[0].noise:.1e}; {number} tensors compared"
             )
-        if self.sensitive:
-            return f"Equal up to rounding, which is large here: {number} tensors compared"
-        return f"Equal up to {self.dtype} rounding: {number} tensors compared"
+        return f"CANNOT TELL: {self.dtype} rounding could hide a wrong result in {len(unclear)} of {number} tensors"
+
+    @property
+    def _has_infinite_noise(self) -> bool:
+        return any(not math.isfinite(item.noise) for item in self.differences)
 
     def _remarks(self) -> list[str]:
         lines = []
-        if self.sensitive is not None and not self.random_ops:
-            lines.append(
-                f"  the step is sensitive to rounding: if its weights change by one rounding, the gradient of "
-                f"{self.sensitive.name} changes by {self.sensitive.noise:.1e}. For a stricter comparison, use more "
-                "images or float64"
-            )
+        if self._has_infinite_noise:
+            lines.append("  the original step yields values that are not finite and cannot be compared: use other data")
+        elif self.unclear and not self.random_ops:
+            lines.extend(f"  unclear:      {_numbers(item)}   {item.name}" for item in self.unclear[:_MAX_NAMES])
+            lines.append(f"  {_REMEDIES['float64' if self.dtype == 'float64' else '']}")
         for name, reason in self.not_compared[:_MAX_NAMES]:
             lines.append(f"  not compared: the gradient {name}: {reason}")
         if len(self.not_compared) > _MAX_NAMES:
@@ -204,3 +230,17 @@ class Verification:
                 "as Keras layers, draw the same numbers in both steps"
             )
         return lines
+
+
+def _numbers(item: Difference) -> str:
+    """Return the columns of a table: difference, limit and noise."""
+    return "".join(f"{value:>11.1e}" for value in (item.relative, item.limit, item.noise))
+
+
+def _rewriting(plan: Plan) -> str:
+    """Return the kinds of rewriting in a plan: a comparison of swaps, for example, tests no tiles."""
+    parts = [f"tiles of {len(plan.segments)} segment(s)" if plan.segments else "no tiles"]
+    parts.append(f"swaps of {len(plan.swaps)} tensor(s)" if plan.swaps else "no swaps")
+    if plan.pipeline is not None:
+        parts.append(f"a pipeline of {len(plan.pipeline.stages)} stage(s)")
+    return ", ".join(parts)

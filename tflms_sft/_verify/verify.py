@@ -5,8 +5,9 @@ The original step itself determines the differences that rounding explains:
 - The original runs once more with weights perturbed by one rounding each. The change of a tensor is its noise.
 - A sum of equal terms, such as the gradient of a bias behind a maximum, is rounded in one direction in every addition.
   Gradients are therefore also computed from a loss scaled by 4/3, and divided by it.
-- A bias before a normalisation has a gradient of zero up to rounding, which Adam turns into an update of full size. The
-  noise of variables therefore includes the update of the original step with the gradients of the rewritten step.
+- A bias before a normalisation has a gradient of zero up to rounding, which Adam turns into an update of full size.
+  Variables are therefore compared with the update of the original step from the gradients of the rewritten step, and
+  with the original step itself only where that update differs.
 """
 
 from __future__ import annotations
@@ -86,8 +87,9 @@ def verify(step_or_model: Any, batch: Any, params: Any = None, *, steps: int = 1
             reveal slow drift, and moving statistics that a later step reads.
 
     Returns:
-        A `Verification`, true if rounding explains every difference. `print(result.summary())` shows the largest
-        difference of each kind.
+        A `Verification`, true if the results are equal up to rounding. It is false also where `verify` cannot tell,
+        because rounding is as large as a wrong result could be; `verdict` says which. `print(result.summary())` shows
+        the largest difference of each kind.
 
     Raises:
         RewriteError: If the step cannot be rewritten, the model has no loss, or the plan of a callback differs from
@@ -354,18 +356,24 @@ class _Runs:
     def differences(self, state: State, want: _Run, expected: float) -> Iterator[Difference]:
         """Yield the differences of the rewritten step, run from `state`, from the run `want` of the original."""
         got = self._run(lambda: (self._structured(), []), state)
-        perturbed = self.original(_perturbed(state))
+        perturbed_state = _perturbed(state)
+        perturbed = self.original(perturbed_state)
         yield from _differences(OUTPUT, got.results, want.results, [perturbed.results], expected)
-        noisy = [perturbed.variables]
-        if self.shared.names:
-            gradients = self._run(lambda: self._rewritten(*self._flat), state).gradients
-            largest = max(float(np.max(np.abs(value), initial=0)) for value in want.gradients.values())
-            floor = GRADIENT_FLOOR_RATIO * largest or ABSOLUTE_FLOOR
-            noisy_gradients = [perturbed.gradients, *self._scaled(state, want.gradients, floor, expected)]
-            yield from _differences(GRADIENT, gradients, want.gradients, noisy_gradients, expected, floor)
-            # An update may amplify rounding: that of Adam is as large for a tiny gradient as for a large one.
-            noisy.append(self._run(lambda: self._original_update(*self._flat, *gradients.values()), state).variables)
-        yield from _differences(VARIABLE, got.variables, want.variables, noisy, expected)
+        if not self.shared.names:
+            yield from _differences(VARIABLE, got.variables, want.variables, [perturbed.variables], expected)
+            return
+        gradients = self._run(lambda: self._rewritten(*self._flat), state).gradients
+        largest = max(float(np.max(np.abs(value), initial=0)) for value in want.gradients.values())
+        floor = GRADIENT_FLOOR_RATIO * largest or ABSOLUTE_FLOOR
+        noisy_gradients = [perturbed.gradients, *self._scaled(state, want.gradients, floor, expected)]
+        yield from _differences(GRADIENT, gradients, want.gradients, noisy_gradients, expected, floor)
+        # An update may amplify rounding: that of Adam is as large for a tiny gradient as for a large one.
+        update = functools.partial(self._original_update, *self._flat, *gradients.values())
+        updated, noisy_updated = (self._run(update, start).variables for start in (state, perturbed_state))
+        by_update = _differences(VARIABLE, got.variables, updated, [noisy_updated], expected)
+        by_step = _differences(VARIABLE, got.variables, want.variables, [perturbed.variables, updated], expected)
+        for strict, loose in zip(by_update, by_step, strict=True):
+            yield strict if strict.ok else loose
 
     def _scaled(self, state: State, want: Values, floor: float, expected: float) -> Iterator[Values]:
         """Yield gradients of a scaled loss divided by the scale; unscaled ones where they are not proportional."""
