@@ -223,6 +223,13 @@ def test_verdict_near_the_limit_and_above_noise(relative, noise, verdict):
     assert ("unclear: " in text) == bool(result.unclear) == (verdict == "cannot tell")
 
 
+def test_summary_explains_a_loss_over_many_pixels():
+    plan = tflms_sft.rewrite(hand_written, TILES, IMAGES).plan
+    result = Verification((Difference("output", "loss", 1.1e-3, 0, 1.3e-3),), "float32", 1, plan)
+    text = "  loss differs by 1.1e-03, as sums over height and width of large images do in float32: tiles add fewer"
+    assert result and text in result.summary()
+
+
 @pytest.mark.parametrize(
     ("got", "want", "expected"),
     [

@@ -219,6 +219,12 @@ class Verification:
         elif self.unclear and not self.random_ops:
             lines.extend(f"  unclear:      {_numbers(item)}   {item.name}" for item in self.unclear[:_MAX_NAMES])
             lines.append(f"  {_REMEDIES['float64' if self.dtype == 'float64' else '']}")
+        outputs = self.outputs
+        if outputs is not None and outputs.ok and outputs.relative > ROUNDING_LIMITS[self.dtype]:
+            lines.append(
+                f"  {outputs.name} differs by {outputs.relative:.1e}, as sums over height and width of large images do "
+                f"in {self.dtype}: tiles add fewer pixels at a time, which is usually nearer to the exact value"
+            )
         for name, reason in self.not_compared[:_MAX_NAMES]:
             lines.append(f"  not compared: the gradient {name}: {reason}")
         if len(self.not_compared) > _MAX_NAMES:
