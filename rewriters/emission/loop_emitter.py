@@ -408,8 +408,8 @@ class IterationEmitter:
         """
         have = self.tile_loop.regions[tensor]
         if self.segment.kinds.get(tensor) is TileKind.FULL:
-            rows = zip(have, need, self._extents(tensor), strict=True)
-            if not all(held.covers(needed.clip(extent)) for held, needed, extent in rows):
+            axes = zip(have, need, self._extents(tensor), strict=True)
+            if not all(held.covers(needed.clip(extent)) for held, needed, extent in axes):
                 raise RewriteError(
                     f"A tile loop holds fewer rows of `{tensor.name}` than an op in it reads, and would compute other "
                     "results than the original step. Please report it."
