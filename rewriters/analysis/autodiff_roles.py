@@ -4,12 +4,17 @@ Autodiff marks the operations that it creates: gradient tapes and `tf.gradients`
 exist only as gradients. These are the seeds. Backward are their descendants, and nodes computed for them alone
 (`forward_derived_nodes`). Two kinds of edges are not followed: variables that an assignment writes (a second forward
 pass after an update is still forward), and control edges out of stateful ops.
+
+A step may differentiate gradients, as gradient penalties and physics-informed networks do. Such a gradient is part of
+the loss, and the ops that compute it are forward (`differentiated_gradient_ops`).
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 import re
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -30,6 +35,8 @@ _VARIABLE_OPS = op_traits.ops_with(op_traits.Trait.READS_VARIABLE) | op_traits.o
 
 _SCOPE = re.compile(r"(^|/)(gradient_tape|gradients(_\d+)?)/")
 _TYPE = re.compile(r"(Grad|BackpropFilter|BackpropFilterV2)$")
+_INITIAL = re.compile(r"(^|/)gradients(_\d+)?/grad_ys_\d+$")
+"""Name that `tf.gradients` gives to the initial gradient of a result; tapes use no scope for theirs."""
 
 
 def is_seed(node: Node) -> bool:
@@ -39,14 +46,30 @@ def is_seed(node: Node) -> bool:
 
 def gradient_seed_constants(graph: Graph) -> list[Tensor]:
     """Return the constants that gradients start from: ones that only gradients read."""
-    seeds = []
-    for tensor, consumers in graph.consumers().items():
-        begins = tensor.node.op == "Const" and tensor.dtype.is_floating and not is_seed(tensor.node)
-        if begins and all(is_seed(consumer) for consumer, _ in consumers):
-            value = constant(tensor.node)
-            if value is not None and bool(np.all(value == 1)):
-                seeds.append(tensor)
-    return seeds
+    consumers = graph.consumers()
+    sources = (node for node in graph.nodes.values() if node.op == "Const" and _is_initial_gradient(node, consumers))
+    return [node.out() for node in sources]
+
+
+def _is_initial_gradient(node: Node, consumers: Mapping[Tensor, Sequence[tuple[Node, int]]]) -> bool:
+    """Return whether a node is the gradient of a result by itself: ones that only gradients read."""
+    is_outside = not is_seed(node) or bool(_INITIAL.search(node.name))  # `gradients/sub/x` is part of a derivative.
+    return is_outside and _has_value(node, 1) and all(is_seed(reader) for reader, _ in consumers.get(node.out(), ()))
+
+
+def is_zero_gradient(node: Node) -> bool:
+    """Return whether autodiff created a tensor of zeros, such as the derivative of ReLU's gradient by its features."""
+    return is_seed(node) and _has_value(node, 0)
+
+
+def _has_value(node: Node, value: int) -> bool:
+    """Return whether an op without data operands fills a tensor of floating point numbers with a value."""
+    if node.op not in ("Const", "Fill", "OnesLike", "ZerosLike") or not node.outputs[0][0].is_floating:
+        return False
+    if node.op.endswith("Like"):
+        return node.op == ("ZerosLike", "OnesLike")[value]
+    number = constant(node.inputs[1].node if node.op == "Fill" else node)
+    return number is not None and bool(np.all(number == value))
 
 
 def _made_by_autodiff(name: str, op: str) -> bool:
@@ -86,7 +109,11 @@ def scope_test(scopes: Iterable[str]) -> Callable[[str], bool]:
 
 
 def backward_nodes(
-    graph: Graph, order: list[Node], scopes: tuple[str, ...] = (), forward: Container[str] = ()
+    graph: Graph,
+    order: list[Node],
+    scopes: tuple[str, ...] = (),
+    forward: Container[str] = (),
+    differentiated: Set[Node] = frozenset(),
 ) -> set[Node]:
     """Return the seeds and their descendants.
 
@@ -95,12 +122,13 @@ def backward_nodes(
         order: Its nodes in topological order.
         scopes: Name scopes that count as backward too (`optimizer_scopes`).
         forward: Names of ops that are certainly forward: a user may call a layer `gradients`.
+        differentiated: The result of `differentiated_gradient_ops`: seeds that are forward.
     """
     result: set[Node] = set()
-    created = _created_for_forward_loops(graph)
+    exempt = _created_for_forward_loops(graph) | differentiated
     is_scoped = scope_test(scopes)
     for node in order:
-        seed = is_seed(node) and node.name not in forward and node not in created
+        seed = is_seed(node) and node.name not in forward and node not in exempt
         if node.op != "Const" and (seed or is_scoped(node.name)):  # A constant may have consumers of both phases.
             result.add(node)
         elif any(t.node in result for t in node.inputs) or (
@@ -109,6 +137,58 @@ def backward_nodes(
         ):
             result.add(node)
     return result
+
+
+def differentiated_gradient_ops(graph: Graph, order: Sequence[Node]) -> set[Node]:
+    """Return the ops created by autodiff that compute a gradient which the loss of a later backward pass depends on.
+
+    Each call of autodiff is a backward pass, which starts from initial gradients. If an op of a later pass depends on
+    an initial gradient of an earlier one, the earlier pass is part of the forward computation of the later one. Its ops
+    are those that depend on no initial gradient of another pass and that lead to an op of the user's function.
+
+    Args:
+        graph: The joint graph.
+        order: Its nodes in topological order.
+    """
+    passes = _backward_passes(graph)
+    if len(set(passes.values())) < 2:
+        return set()
+    sources: dict[Node, int] = {}  # Set of passes, one bit each, on whose initial gradients a node depends.
+    earlier = 0
+    for node in order:
+        own = 1 << passes[node] if node in passes else 0
+        operands = () if reads_shape_only(node) else node.inputs
+        sources[node] = functools.reduce(operator.or_, (sources[t.node] for t in operands), own)
+        if is_seed(node) and sources[node]:
+            earlier |= sources[node] ^ 1 << sources[node].bit_length() - 1
+    readers = graph.consumers()
+    result: set[Node] = set()
+    for node in reversed(order) if earlier else ():
+        if not is_seed(node) or sources[node] & ~earlier:
+            continue
+        consumers = (reader for index in range(len(node.outputs)) for reader, _ in readers.get(node.out(index), ()))
+        if any(reader in result or not (is_seed(reader) or sources[reader] & ~earlier) for reader in consumers):
+            result.add(node)
+    return result
+
+
+def _backward_passes(graph: Graph) -> dict[Node, int]:
+    """Return the number of the backward pass, in creation order, that each initial or zero gradient belongs to.
+
+    A call of autodiff creates the initial gradients of all its results before any other op.
+    """
+    consumers = graph.consumers()
+    passes: dict[Node, int] = {}
+    number, has_started = 0, False
+    for node in graph.nodes.values():
+        if _is_initial_gradient(node, consumers):
+            number, has_started = number + has_started, False
+            passes[node] = number
+        elif passes and is_seed(node):
+            has_started |= node.op != "Const"
+            if is_zero_gradient(node):
+                passes[node] = number
+    return passes
 
 
 def _created_for_forward_loops(graph: Graph) -> set[Node]:

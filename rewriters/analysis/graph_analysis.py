@@ -9,6 +9,7 @@ from collections.abc import Container, Set
 from rewriters.analysis.autodiff_roles import (
     backward_nodes,
     data_dependent_nodes,
+    differentiated_gradient_ops,
     forward_derived_nodes,
     hidden_gradients,
     reads_shape_only,
@@ -38,6 +39,7 @@ class GraphAnalysis:
         position: Index of each node in `order`.
         successors: Nodes that wait for a node's value (not just its shape) or effect.
         consumers: (node, operand position) pairs that read a tensor.
+        differentiated: Forward nodes that autodiff created (`differentiated_gradient_ops`).
         backward: Nodes of the backward pass and the update.
         forward_derived: Backward nodes that are computed from forward values alone.
         data: Nodes that depend on data, not on variables alone.
@@ -66,7 +68,8 @@ class GraphAnalysis:
         self.position = {node: index for index, node in enumerate(self.order)}
         self.successors = self._successors()
         self.consumers = graph.consumers()
-        self.backward = backward_nodes(graph, self.order, backward_scopes, forward)
+        self.differentiated = differentiated_gradient_ops(graph, self.order)
+        self.backward = backward_nodes(graph, self.order, backward_scopes, forward, self.differentiated)
         self.forward_derived = forward_derived_nodes(graph, self.order, self.backward)
         self.backward = self.backward | self.forward_derived if backward is None else set(backward)
         self.data = data_dependent_nodes(graph, self.order)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from rewriters.analysis.autodiff_roles import is_seed
+from rewriters.analysis.autodiff_roles import gradient_seed_constants, is_seed, is_zero_gradient
 from rewriters.ir.graph import Graph, Tensor
 from rewriters.ir.graph_pass import GraphPass, PassResult
 
@@ -24,6 +24,7 @@ class MergeConstants(GraphPass[PassResult]):
     These constants stay as they are:
 
     - constants that only gradients read, or that autodiff created, beside others: autodiff roles are derived from them;
+    - gradients of ones and zeros: which of several backward passes belong to a loss is derived from them;
     - constants that wait for ops, or that ops wait for;
     - results of the graph.
     """
@@ -44,7 +45,8 @@ class MergeConstants(GraphPass[PassResult]):
 def _equal_constants(graph: Graph) -> dict[Tensor, Tensor]:
     """Return for each constant that another one can replace that other one."""
     consumers = graph.consumers()
-    excluded = {tensor.node for tensor in graph.outputs}
+    excluded = {tensor.node for tensor in (*graph.outputs, *gradient_seed_constants(graph))}
+    excluded.update(node for node in graph.nodes.values() if is_zero_gradient(node))
     excluded.update(before for node in graph.nodes.values() for before in node.control_inputs)
     first: dict[Hashable, Tensor] = {}
     merged: dict[Tensor, Tensor] = {}

@@ -180,8 +180,8 @@ def has_nonlinear_gradients(analysis: GraphAnalysis, roles: BarrierLevels) -> bo
     """
     gradients: set[Node] = set()
     for node in analysis.order:
-        is_gradient = is_gradient_kernel(node.op) or any(t.node in gradients for t in node.inputs)
-        if node in analysis.backward and is_gradient:
+        is_by_autodiff = node in analysis.backward or node in analysis.differentiated
+        if (is_gradient_kernel(node.op) and is_by_autodiff) or any(t.node in gradients for t in node.inputs):
             gradients.add(node)
     return any(_is_nonlinear(analysis, roles, node, gradients) for node in roles.tiled if node in gradients)
 

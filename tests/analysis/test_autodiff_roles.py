@@ -89,6 +89,134 @@ def test_backward_nodes_of_tf_gradients():
     assert set(backward(analysis, "TanhGrad")) == {True}
 
 
+W = (0.1 * np.arange(9.0, dtype="float32").reshape(3, 3), 0.2 * np.eye(3, dtype="float32"))
+
+
+def tape_gradient(target, source):
+    """Return the function `target` of `source` and its gradient by an inner tape."""
+    with tf.GradientTape() as tape:
+        tape.watch(source)
+        value = target(source)
+    return value, tape.gradient(value, source)
+
+
+def penalised(net, x):
+    """WGAN-GP."""
+    score, slope = tape_gradient(net, x)
+    return tf.reduce_mean(score) + tf.reduce_mean((tf.norm(slope, axis=1) - 1.0) ** 2)
+
+
+def scalar_target(net, x):
+    """R1: the inner result is a scalar, as the loss is."""
+    return tf.reduce_mean(tape_gradient(lambda x: tf.reduce_sum(net(x)), x)[1] ** 2)
+
+
+def second_derivatives(net, x):
+    def slope(x):
+        return tape_gradient(net, x)[1]
+
+    value, slopes = tape_gradient(slope, x)
+    return tf.reduce_mean((value * slopes) ** 2)
+
+
+def by_tf_gradients(net, x):
+    (slope,) = tf.gradients(net(x), x)
+    return tf.reduce_mean(slope**2 + tf.gradients(slope, x)[0] ** 2)
+
+
+def attacked(net, x):
+    """The inner gradient changes an operand, and is not differentiated."""
+    _, slope = tape_gradient(lambda x: tf.reduce_mean(net(x) ** 2), x)
+    return tf.reduce_mean(net(x + tf.sign(slope)) ** 2)
+
+
+def adapted(net, x):
+    """MAML: the loss after one step of descent."""
+    _, slope = tape_gradient(lambda shift: tf.reduce_mean(net(x + shift) ** 2), tf.zeros(3))
+    return tf.reduce_mean(net(x - 0.1 * slope) ** 2)
+
+
+def forward_mode(net, x):
+    with tf.autodiff.ForwardAccumulator(x, tf.ones_like(x)) as accumulator:
+        value = net(x)
+    return tf.reduce_mean(accumulator.jvp(value) ** 2)
+
+
+def recomputed(net, x):
+    return plain(tf.recompute_grad(net), x)
+
+
+def plain(net, x):
+    return tf.reduce_mean(net(x) ** 2)
+
+
+def two_losses(net, x):
+    """One call of autodiff with two results."""
+    return [plain(net, x), tf.reduce_mean(tf.nn.silu(net(2.0 * x)))]
+
+
+LOSSES = (penalised, scalar_target, second_derivatives, by_tf_gradients, attacked, adapted, forward_mode, recomputed)
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "updated", "rows"),
+    [
+        *((loss, False, 4) for loss in (*LOSSES, plain, two_losses)),
+        *((loss, True, None) for loss in (penalised, by_tf_gradients, attacked, two_losses)),
+    ],
+)
+def test_gradients_that_a_loss_depends_on_are_forward(loss_of, updated, rows):
+    """All that a loss depends on is forward, and all other ops of autodiff are backward."""
+    weights = [tf.Variable(value) for value in W]
+
+    def net(x):  # `silu` has a custom gradient, whose ops are in no scope.
+        return tf.tanh(tf.nn.relu(tf.nn.silu(x @ weights[0])) @ weights[1])
+
+    def body(x):
+        losses, gradients_of = [], []
+        for loss_function in (loss_of, plain) if updated else (loss_of,):
+            with tf.GradientTape() as tape:
+                losses.append(loss_function(net, x))
+            gradients_of.append(tape.gradient(losses[-1], weights))
+            if updated:
+                for variable, gradient in zip(weights, gradients_of[-1], strict=True):
+                    variable.assign_sub(0.1 * gradient)
+        return gradients_of, losses
+
+    concrete_fn = tf.function(body, autograph=False).get_concrete_function(tf.TensorSpec((rows, 3)))
+    analysis = GraphAnalysis(canonicalize.read_canonical(concrete_fn, merge_constants=True))
+    losses = [tensor.node for tensor in analysis.graph.outputs if tensor.shape == ()]
+    expected, stack = set(losses), list(losses)
+    while stack:
+        sources = {tensor.node for tensor in stack.pop().inputs} - expected
+        expected |= sources
+        stack += sources
+    assert losses and [node.name for node in analysis.order if node in expected & analysis.backward] == []
+    others = (n for n in analysis.order if is_seed(n) and n.op != "Const" and n not in expected)
+    assert [node.name for node in others if node not in analysis.backward] == []
+    assert any(is_seed(node) for node in expected) == (loss_of not in (plain, two_losses, recomputed))
+
+
+def test_gradients_of_scaled_loss_are_backward():
+    """An optimizer that scales the loss tests whether gradients are finite: no loss depends on the test."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4, "silu"), keras.layers.Dense(1)])
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())
+    optimizer.build(model.trainable_variables)
+
+    def body(x):
+        with tf.GradientTape() as tape:
+            loss = optimizer.scale_loss(penalised(model, x))
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        return loss
+
+    concrete_fn = tf.function(body).get_concrete_function(tf.TensorSpec((4, 3)))
+    analysis = GraphAnalysis(canonicalize.read_canonical(concrete_fn))
+    assert analysis.differentiated and analysis.differentiated.isdisjoint(analysis.backward)
+    (loss,) = (tensor.node for tensor in analysis.graph.outputs)
+    assert loss not in analysis.backward and backward(analysis, "MatMul").count(True) > 2
+
+
 def test_forward_derived_nodes_of_custom_gradient_are_backward():
     @tf.custom_gradient
     def activation(x):
