@@ -121,6 +121,11 @@ class GraphAnalysis:
             here = (tensor for tensor in sequences if backward or tensor.node not in self.backward)
             layouts.find(anchors, links[backward, False], ())
             layouts.find(anchors, links[backward, True], outputs, here)
+        sizes = self.evaluate.sizes
+        samples = (tensor for tensor in self.graph.inputs if tensor.node in self.data and tensor.shape)
+        layouts.find_rows(
+            samples, lambda one, other: sizes.of(other) != 1 and sizes.are_combined(sizes.of(one), sizes.of(other))
+        )
 
     def _find_channels(self, layouts: Layouts) -> None:
         """Find channel dimensions of operands of normalisations, and of the products that compute these operands."""
@@ -160,6 +165,14 @@ class GraphAnalysis:
         """Return whether a tensor holds images rather than one value for all pixels and images."""
         extents = self.extents(tensor)
         return extents is not None and (any(rows != 1 for rows in extents) or tensor.shape[0] != 1)  # type: ignore[index]
+
+    def is_spatial(self, tensor: Tensor) -> bool:
+        """Return whether tiles can split a tensor: an image of more than one pixel or, without images, samples."""
+        if not self.has_known_size(tensor):
+            return False
+        if self.layouts.are_rows:
+            return self.is_image(tensor)
+        return any(rows != 1 for rows in self.extents(tensor) or ())
 
     @functools.cached_property
     def constants(self) -> set[Node]:

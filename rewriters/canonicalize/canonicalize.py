@@ -10,24 +10,27 @@
 5. Replaces `Shape` of a tensor with a static shape by a constant, so that no shape op keeps an activation alive.
    Replaces `ShapeN`, which keeps several tensors alive, by one `Shape` each, `Size` by a product over a `Shape`, and
    `Rank` by a constant.
-6. Infers shapes that TensorFlow does not know when it traces: of sums by their axes, of reshapes, and of their
-   consumers. Then repeats step 4.
+6. Infers shapes that TensorFlow does not know when it traces: of sums by their axes, of reshapes, of paddings, and of
+   their consumers. Then repeats step 4.
 7. Replaces the gradient of `Tile`, a sum over a reshape to (times, size, times, size, ...), by a sum over the tiled
    axes.
 8. Connects the frames of unrolled loops directly (`connect_frames.py`).
 9. For tiling, replaces gathers from a variable by gathers from its value, which have a rule. Rewrites products of
    images and matrices (`image_products.py`), folds matrices of pixels into images (`matrices_to_images.py`) and windows
    into images (`windows_to_images.py`), adds a batch axis to images without one (`add_batch_axis.py`), and rewrites
-   masks of attention (`masks.py`).
+   masks of attention (`masks.py`). Lets constants, such as those of gradient functions, wait for no op.
 10. Merges equal constants (`merge_constants.py`), unless the graph is compared with another trace of the step.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
+import operator
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from rewriters.canonicalize import (
@@ -139,10 +142,10 @@ class Canonicalization(GraphPass[PassResult]):
             Whether another round may change more, and whether this round changed the graph.
         """
         evaluate = StaticEvaluator(graph)
-        changed = _bypass_no_ops(graph, evaluate)
-        changed |= graph.prune() > 0
-        again = _find_shapes_of_sums(graph, evaluate)
-        again |= _find_shapes_of_reshapes(graph, evaluate)
+        again = _bypass_no_ops(graph, evaluate)  # The evaluator has not seen what is read in place of the no-ops.
+        changed = graph.prune() > 0
+        again |= _find_shapes_of_sums(graph, evaluate)
+        again |= _find_shapes_by_operands(graph, evaluate)
         again |= _infer_shapes(graph)
         again |= _sum_repetitions(graph, evaluate)
         again |= _connect_frames(graph, evaluate)
@@ -153,6 +156,7 @@ class Canonicalization(GraphPass[PassResult]):
             again |= windows_to_images.fold_windows_into_images(graph, evaluate)
             again |= add_batch_axis.add_batch_axis(graph, evaluate)
             again |= masks.rewrite_masks(graph, evaluate)
+            changed |= _release_constants(graph)
         changed |= _split_shapes(graph)
         changed |= _freeze_shapes(graph, evaluate)
         changed |= graph.prune() > 0
@@ -244,6 +248,31 @@ def _changes_nothing(node: Node, source: Tensor, evaluate: StaticEvaluator) -> b
     return False
 
 
+def _release_constants(graph: Graph) -> bool:
+    """Drop control edges to constants: a tile loop reads constants that are ready before it begins.
+
+    An edge stays if consumers of the constant would no longer wait for an effect, such as an assertion.
+
+    Returns:
+        Whether any edge was dropped.
+    """
+    waiting = [node for node in graph.nodes.values() if node.op == "Const" and node.control_inputs]
+    if not waiting:
+        return False
+    effects, consumers = _effects(graph.execution_order()), graph.consumers()
+    results = {tensor.node for tensor in graph.outputs}
+    released = []
+    for node in waiting:
+        readers = [reader for reader, _ in consumers.get(node.out(), ())]
+        others = ([effects[before] for before in predecessors(reader) if before is not node] for reader in readers)
+        remaining = functools.reduce(operator.and_, (functools.reduce(operator.or_, bits, 0) for bits in others), -1)
+        if node not in results and not effects[node] & ~remaining:
+            released.append(node)
+    for node in released:
+        node.control_inputs = []
+    return bool(released)
+
+
 def _gather_from_values(graph: Graph) -> bool:
     """Read a variable before rows of it are gathered, which copies nothing.
 
@@ -308,25 +337,35 @@ def _find_shapes_of_sums(graph: Graph, evaluate: StaticEvaluator) -> bool:
     return changed
 
 
-def _find_shapes_of_reshapes(graph: Graph, evaluate: StaticEvaluator) -> bool:
-    """Set the shapes of reshapes by their shape operand, if at most one size is unknown.
+def _find_shapes_by_operands(graph: Graph, evaluate: StaticEvaluator) -> bool:
+    """Set the shapes of reshapes and paddings by their second operand, if at most one size is unknown.
 
     Returns:
         Whether any shape changed.
     """
     changed = False
     for node in graph.nodes.values():
-        if node.op != "Reshape":
+        if node.op not in ("Reshape", "Pad", "PadV2"):
             continue
         dtype, shape = node.outputs[0]
         target = evaluate(node.inputs[1])
-        if not isinstance(target, tuple) or (shape is not None and None not in shape[1:]):
+        if target is None or (shape is not None and None not in shape[1:]):
+            continue
+        if isinstance(target, np.ndarray):
+            dims = node.inputs[0].shape or ()
+            target = tuple(_padded_size(dim, rows) for dim, rows in zip(dims, target.tolist(), strict=False))
+        if not isinstance(target, tuple):
             continue
         new = tuple(size if isinstance(size, int) and size >= 0 else None for size in target)
         if None not in new[1:]:
             node.outputs[0] = (dtype, new)
             changed = True
     return changed
+
+
+def _padded_size(size: int | None, rows: list[Any]) -> int | None:
+    """Return a size with rows of padding before and after, `None` if one of the numbers is unknown."""
+    return None if size is None or not all(isinstance(number, int) for number in rows) else size + sum(rows)
 
 
 def _infer_shapes(graph: Graph) -> bool:
@@ -338,7 +377,7 @@ def _infer_shapes(graph: Graph) -> bool:
     changed = False
     with tf.Graph().as_default():
         for node in graph.execution_order():
-            if not any(_is_open(shape) for _, shape in node.outputs) or not node.inputs:
+            if not (_has_open_shape(node) and node.inputs):
                 continue
             if any(_is_open(tensor.shape) or tensor.dtype in (tf.resource, tf.variant) for tensor in node.inputs):
                 continue
@@ -353,6 +392,13 @@ def _merged_shape(old: Any, new: Any) -> Any:
     if not old or not new or old[0] is None:
         return old if new is None else new
     return (old[0], *new[1:])
+
+
+def _has_open_shape(node: Node) -> bool:
+    """Return whether a size is unknown beside that of the batch. The rows of a gradient of a matrix are no batch."""
+    if node.op == "MatMul" and node.attrs["transpose_a"].b:
+        return None in (node.out().shape or (None,))
+    return any(_is_open(shape) for _, shape in node.outputs)
 
 
 def _is_open(shape: Any) -> bool:

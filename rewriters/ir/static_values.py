@@ -175,14 +175,22 @@ def _as_int(value: Any) -> int:
     return value
 
 
-def _binary(function: Callable[[int, int], int]) -> Handler:
+def _difference(a: Any, b: Any) -> int:
+    return 0 if isinstance(a, SymbolicDim) and a == b else _as_int(a) - _as_int(b)
+
+
+def _of_ints(function: Callable[[int, int], int]) -> Handler:
+    return _binary(lambda a, b: function(_as_int(a), _as_int(b)))
+
+
+def _binary(function: Callable[[Any, Any], int]) -> Handler:
     def handler(_node: Node, _index: int, operands: list[Any]) -> Value:
         a, b = operands
         if not isinstance(a, tuple) and not isinstance(b, tuple):
-            return function(_as_int(a), _as_int(b))
+            return function(a, b)
         size = max(len(_vector(a)), len(_vector(b)))
         a, b = (v if len(v) == size else v * size for v in (_vector(a), _vector(b)))
-        return tuple(function(_as_int(x), _as_int(y)) for x, y in zip(a, b, strict=True))
+        return tuple(function(x, y) for x, y in zip(a, b, strict=True))
 
     return handler
 
@@ -211,6 +219,8 @@ def _stitch(_node: Node, _index: int, operands: list[Any]) -> Value:
 
 
 def _concat(_node: Node, _index: int, operands: list[Any]) -> Value:
+    if any(isinstance(part, np.ndarray) for part in operands):  # The gradient of `Slice` joins columns of paddings.
+        return np.concatenate(operands[:-1], _as_int(operands[-1]))
     return tuple(v for part in operands[:-1] for v in _vector(part))
 
 
@@ -273,7 +283,7 @@ def _reshape(_node: Node, _index: int, operands: list[Any]) -> Value:
     value, target = _vector(operands[0]), operands[1]
     if target == ():
         return value[0]
-    return value if len(_vector(target)) == 1 else None
+    return value if len(_vector(target)) == 1 else np.array(value, object).reshape(target)
 
 
 def _gather(node: Node, _index: int, operands: list[Any]) -> Value:
@@ -287,7 +297,7 @@ def _first(_node: Node, _index: int, operands: list[Any]) -> Value:
     return operands[0]
 
 
-_MATRIX_HANDLERS = frozenset((_slice, _reshape, _first, _transpose))
+_MATRIX_HANDLERS = frozenset((_slice, _reshape, _first, _transpose, _concat))
 """Handlers that take a matrix; for the others the result is unknown."""
 
 _HANDLERS: dict[str, Handler] = {
@@ -295,24 +305,24 @@ _HANDLERS: dict[str, Handler] = {
     "Identity": _first,
     "Cast": lambda node, _i, v: v[0] if node.outputs[0][0].is_integer else None,
     "Prod": _product,
-    "Add": _binary(lambda a, b: a + b),
-    "AddV2": _binary(lambda a, b: a + b),
-    "Sub": _binary(lambda a, b: a - b),
+    "Add": _of_ints(lambda a, b: a + b),
+    "AddV2": _of_ints(lambda a, b: a + b),
+    "Sub": _binary(_difference),
     "Neg": lambda node, index, v: _HANDLERS["Mul"](node, index, [v[0], -1]),
-    "Mul": _binary(lambda a, b: a * b),
-    "FloorDiv": _binary(lambda a, b: a // b),
-    "FloorMod": _binary(lambda a, b: a % b),
-    "Equal": _binary(lambda a, b: int(a == b)),
-    "NotEqual": _binary(lambda a, b: int(a != b)),
-    "Less": _binary(lambda a, b: int(a < b)),
-    "LessEqual": _binary(lambda a, b: int(a <= b)),
-    "Greater": _binary(lambda a, b: int(a > b)),
-    "GreaterEqual": _binary(lambda a, b: int(a >= b)),
-    "LogicalAnd": _binary(lambda a, b: int(a and b)),
-    "LogicalOr": _binary(lambda a, b: int(a or b)),
+    "Mul": _of_ints(lambda a, b: a * b),
+    "FloorDiv": _of_ints(lambda a, b: a // b),
+    "FloorMod": _of_ints(lambda a, b: a % b),
+    "Equal": _of_ints(lambda a, b: int(a == b)),
+    "NotEqual": _of_ints(lambda a, b: int(a != b)),
+    "Less": _of_ints(lambda a, b: int(a < b)),
+    "LessEqual": _of_ints(lambda a, b: int(a <= b)),
+    "Greater": _of_ints(lambda a, b: int(a > b)),
+    "GreaterEqual": _of_ints(lambda a, b: int(a >= b)),
+    "LogicalAnd": _of_ints(lambda a, b: int(a and b)),
+    "LogicalOr": _of_ints(lambda a, b: int(a or b)),
     "LogicalNot": lambda _node, _i, v: int(not _as_int(v[0])),
-    "Maximum": _binary(max),
-    "Minimum": _binary(min),
+    "Maximum": _of_ints(max),
+    "Minimum": _of_ints(min),
     "Pack": _pack,
     "Unpack": lambda node, index, v: v[0][index] if isinstance(v[0], tuple) else None,
     "ConcatV2": _concat,

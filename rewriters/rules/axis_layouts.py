@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 
 from rewriters.ir.graph import Tensor
@@ -77,6 +77,9 @@ Anchor = tuple[Tensor, tuple[int, ...]]
 class Layouts:
     """Layouts of all tensors that may hold images."""
 
+    are_rows: bool = False
+    """Whether the step has no images, and each sample of a batch counts as an image of one pixel."""
+
     def __init__(self) -> None:
         self._layouts: dict[Tensor, Layout] = {}
         self._links: dict[Tensor, list[AxisMap]] = {}
@@ -137,6 +140,24 @@ class Layouts:
             if tensor not in self._layouts and tensor.shape is not None and len(tensor.shape) in (4, 5):
                 self._spread({tensor: Layout(tuple(range(1, len(tensor.shape) - 1)))})
         self._count_entries()
+
+    def find_rows(self, samples: Iterable[Tensor], have_same_size: Callable[[Tensor, Tensor], bool]) -> None:
+        """Treat samples as images of one pixel if the step has no images.
+
+        Args:
+            samples: Tensors whose first dimension is the batch.
+            have_same_size: Whether two tensors have the same first dimension. Layouts are propagated along the links
+                of earlier calls between such tensors alone.
+        """
+        self.are_rows = not self._layouts
+        waiting = deque(samples if self.are_rows else ())
+        while waiting:
+            tensor = waiting.popleft()
+            if tensor in self._layouts:
+                continue
+            self._layouts[tensor] = Layout((None, None))
+            links = self._links.get(tensor, ())
+            waiting.extend(link.target for link in links if link.entries == 1 and have_same_size(tensor, link.target))
 
     def _spread(self, new: Mapping[Tensor, Layout]) -> None:
         self._layouts.update(new)

@@ -255,6 +255,77 @@ class Einsum(Rule):
         return 2.0 * math.prod(float(size) for size in sizes.values())
 
 
+@tiling_rule("MatMul")
+class MatMul(Rule):
+    """Product of samples and a matrix, or of two matrices of samples over the batch: the gradient of the matrix.
+
+    Products of pixels are `Einsum`s after canonicalization.
+    """
+
+    def _sums(self, op: OpView) -> bool:
+        return bool(op.node.attrs["transpose_a"].b)
+
+    def data(self, op: OpView) -> list[int]:
+        """Return the samples."""
+        return [0, 1] if self._sums(op) else [0]
+
+    def links(self, op: OpView) -> list[AxisMap]:
+        """Link samples and their products."""
+        return [] if self._sums(op) else [AxisMap(op.node.inputs[0], op.node.out(), {0: 0})]
+
+    def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
+        """Return the kind of the result, which is linear in each operand."""
+        result = self.result_kind_gathered(op, [TileKind.FULL if k is TileKind.PARTIAL else k for k in kinds])
+        partial = kinds.count(TileKind.PARTIAL)
+        if result is TileKind.FULL:
+            return kinds[0]
+        if partial == 1:
+            return result
+        raise NotTileableError("it reduces over the batch, so that everything after it waits for all tiles")
+
+    def result_kind_gathered(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
+        """Return the kind of the result if all operands are true values."""
+        if not op.layouts.are_rows:
+            raise NotTileableError("it mixes all pixels of an image")
+        if self._sums(op):
+            if any(kind is not TileKind.FULL for kind in kinds) or op.node.attrs["transpose_b"].b:
+                raise NotTileableError("a product over the batch with a tensor that is the same for all tiles")
+            if None in (op.node.out().shape or (None,)):
+                raise NotTileableError("a product over the batch of unknown size")
+            return TileKind.REDUCED
+        if kinds[1] is not TileKind.INVARIANT:
+            raise NotTileableError("a product of samples with each other")
+        return kinds[0]
+
+    def operand_rows_for_result(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
+        """Require the samples."""
+        return AxisPlan(out, out, [out, None])
+
+    def summed(self, op: OpView) -> int:
+        """Return the first operand; the other one has the same samples."""
+        return 0
+
+    def operand_rows_for_reduction(self, op: OpView, axis: int, cell: Interval) -> AxisPlan:
+        """Require the samples of both operands."""
+        return AxisPlan(None, None, [cell, cell])
+
+    def result_rows_from_operands(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
+        """Plan for the samples of the gradient."""
+        rows = hull_of([part for part in parts if part is not None])
+        return AxisPlan(None, None, [rows, rows]) if self._sums(op) else AxisPlan(rows, rows, [rows, None])
+
+    def weights(self, op: OpView) -> list[Tensor]:
+        """Return the matrix."""
+        return [op.node.out() if self._sums(op) else op.node.inputs[1]]
+
+    def flops(self, op: OpView, batch: int) -> float:
+        """Return two operations per sample and entry of the matrix; 0 in steps of images, or if a size is unknown."""
+        samples, other = op.node.inputs[0].shape, (op.node.out() if self._sums(op) else op.node.inputs[1]).shape
+        if not op.layouts.are_rows or not samples or not other or None in (*samples[1:], *other):
+            return 0.0
+        return 2.0 * (batch if samples[0] is None else samples[0]) * math.prod(map(int, other))  # type: ignore[arg-type]
+
+
 @tiling_rule(*CLASSIFICATIONS)
 class Classification(Pointwise):
     """Op on the scores and on the label of each pixel, as `matrices_to_images.py` calls it.

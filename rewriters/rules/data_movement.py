@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from rewriters.errors import NotTileableError
@@ -39,10 +40,10 @@ def is_over_channels(op: OpView, dim: Any) -> bool:
 
 def paddings_of(op: OpView) -> list[list[int]]:
     """Return the rows of padding before and after each dimension: operand 1 of a padding op."""
-    paddings = constant(op.node.inputs[1].node)
-    if paddings is None:
+    paddings = op.evaluate(op.node.inputs[1])
+    if not isinstance(paddings, np.ndarray) or not all(isinstance(rows, (int, np.integer)) for rows in paddings.flat):
         raise NotTileableError("padding computed at run time")
-    return paddings.tolist()
+    return [[int(rows) for rows in pair] for pair in paddings]
 
 
 @tiling_rule("Pad", "PadV2")

@@ -61,11 +61,13 @@ def check_ranks(op: OpView, kinds: Sequence[TileKind], read_whole: Sequence[int]
                     f"operand `{operand.name}` of shape {operand.shape} is not the same for all tiles"
                 )
             continue
+        if len(operand.shape or ()) < len(out.shape):  # Broadcasting aligns the batch with another dimension.
+            raise NotTileableError(f"operand `{operand.name}` of shape {operand.shape} has fewer axes than the output")
         # The operand may have its axes in other dimensions, or one row where the output has many.
         has_rows = any(rows != 1 for rows in op.layout(operand).extents(operand))
         if not (varies or has_rows or kind is TileKind.PARTIAL):
             continue
-        if len(operand.shape or ()) < len(out.shape) or not lie_alike(op, operand):
+        if not lie_alike(op, operand):
             raise NotTileableError(f"operand `{operand.name}` of shape {operand.shape} has other axes than the output")
 
 
@@ -400,7 +402,6 @@ for _op_type in ("Select", "SelectV2"):
 
 not_tileable(
     "it mixes all pixels of an image",
-    "MatMul",
     "BatchMatMul",
     "BatchMatMulV2",
     "BatchMatMulV3",

@@ -142,10 +142,10 @@ class Sliced(Rule):
         """Return the kind of the operand: a slice is linear. The batch must not be cut."""
         sliced, part = self.sides(op)
         entries = self._by_dim(op)
-        op.check_axes([sliced, part])
         assert sliced.shape is not None
         if entries[0].out != 0 or entries[0].begin != 0 or entries[0].size != sliced.shape[0] or entries[0].stride != 1:
             raise NotTileableError("a slice of the batch")
+        op.check_axes([sliced, part])
         for axis in op.axes(sliced):
             dim = op.dim(sliced, axis)
             if dim is None:

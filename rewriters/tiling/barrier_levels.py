@@ -200,7 +200,7 @@ class _KindAssigner:
     def _keeps_rows(self, node: Node) -> bool:
         """Return whether a reduction has a result for each row of each image, which iterations can split."""
         rule, view = find_rule(node), self.analysis.view(node)
-        return rule.per_image(view) and (rule.per_pixel(view) or _is_spatial(self.analysis, node.out()))
+        return rule.per_image(view) and (rule.per_pixel(view) or self.analysis.is_spatial(node.out()))
 
     def _kind(self, node: Node) -> TileKind | None:
         """Return `FULL` for a tiled op, `REDUCED` for a reduction, `None` for other ops."""
@@ -215,7 +215,7 @@ class _KindAssigner:
             result = find_rule(node).result_kind_gathered(self.analysis.view(node), kinds)
             self._check(node, kinds, result)
         except NotTileableError as error:
-            images = [t for t in node.inputs if _is_spatial(self.analysis, t)]
+            images = [t for t in node.inputs if self.analysis.is_spatial(t)]
             reads_image = any(self._operand(t, node.device) is TileKind.FULL for t in images)
             if node not in self.analysis.backward and reads_image and not reads_shape_only(node):
                 self.refused[node] = str(error)
@@ -244,7 +244,7 @@ class _KindAssigner:
     def _is_weight_of_pixels(self, tensor: Tensor) -> bool:
         """Return whether a tensor that depends on no image has a value for each pixel."""
         has_one_entry = tensor.shape is not None and tensor.shape[:1] == (1,)
-        return has_one_entry and tensor.node not in self.analysis.data and _is_spatial(self.analysis, tensor)
+        return has_one_entry and tensor.node not in self.analysis.data and self.analysis.is_spatial(tensor)
 
     def _is_image_without_data(self, tensor: Tensor, device: str) -> bool:
         """Return whether a tensor that depends on no image has a value for each pixel: a weight, or a gradient.
@@ -254,7 +254,7 @@ class _KindAssigner:
         if self._is_weight_of_pixels(tensor):
             return True
         is_constant = tensor.node not in self.analysis.data
-        return is_constant and _is_spatial(self.analysis, tensor) and self._in_batch(tensor, device)
+        return is_constant and self.analysis.is_spatial(tensor) and self._in_batch(tensor, device)
 
     def _is_filter(self, node: Node) -> bool:
         """Return whether an untiled op reads the gradient of a filter, or a tensor computed from one."""
@@ -277,7 +277,7 @@ class _KindAssigner:
                 )
             if not self._in_batch(tensor, node.device) and not self._is_weight_of_pixels(tensor):
                 raise NotTileableError(f"`{tensor.name}` of shape {tensor.shape} has another batch size")
-        spatial = [_is_spatial(self.analysis, tensor) for tensor in results or full]
+        spatial = [self.analysis.is_spatial(tensor) for tensor in results or full]
         if not (all(spatial) if results else any(spatial)):
             raise NotTileableError("it reduces over the image")
 
@@ -289,7 +289,7 @@ class _KindAssigner:
             return TileKind.INVARIANT
         if tensor in self.filters or not self._in_batch(tensor, device) or self.analysis.entries_per_image(tensor) != 1:
             return TileKind.INVARIANT
-        is_invariant = _is_spatial(self.analysis, tensor) and tensor in self.summed
+        is_invariant = self.analysis.is_spatial(tensor) and tensor in self.summed
         return TileKind.INVARIANT if is_invariant else TileKind.FULL
 
     def _in_batch(self, tensor: Tensor, device: str) -> bool:
@@ -374,7 +374,7 @@ def main_images(analysis: GraphAnalysis, device: str | None = None) -> tuple[Any
         if device not in (None, node.device):
             continue
         for tensor in (node.out(index) for index in range(len(node.outputs))):
-            if _is_spatial(analysis, tensor) and analysis.entries_per_image(tensor) == 1:
+            if analysis.is_spatial(tensor) and analysis.entries_per_image(tensor) == 1:
                 key = (analysis.evaluate.sizes.of(tensor), len(analysis.extents(tensor) or ()))
                 num_bytes[key] = num_bytes.get(key, 0) + tensor.num_bytes()
     return max(num_bytes, key=num_bytes.__getitem__, default=(None, 0))
@@ -385,8 +385,3 @@ def _source(tensor: Tensor) -> Tensor:
     while tensor.node.op in ("StopGradient", "Identity", "PreventGradient") and tensor.node.inputs:
         tensor = tensor.node.inputs[0]
     return tensor
-
-
-def _is_spatial(analysis: GraphAnalysis, tensor: Tensor) -> bool:
-    """Return whether a tensor has more than one pixel."""
-    return analysis.has_known_size(tensor) and any(rows != 1 for rows in analysis.extents(tensor) or ())

@@ -258,8 +258,13 @@ class BackwardRegion:
         """Return the kinds of the operands of a backward op, given the current region."""
         data = find_rule(node).data(self.analysis.view(node))
         return [
-            self.kind(t) if p in data or t in self.results else TileKind.INVARIANT for p, t in enumerate(node.inputs)
+            self.kind(t) if p in data or t in self.results or self._holds_samples(t) else TileKind.INVARIANT
+            for p, t in enumerate(node.inputs)
         ]
+
+    def _holds_samples(self, tensor: Tensor) -> bool:
+        """Return whether an iteration has some samples of a tensor, which then is no matrix or table for all tiles."""
+        return self.analysis.layouts.are_rows and tensor.node in self.ops and self.analysis.is_image(tensor)
 
     def _result_kind(self, node: Node) -> TileKind:
         """Return the kind of an op's results if the op joined the region.

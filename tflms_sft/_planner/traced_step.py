@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import gc
 import itertools
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rewriters.analysis.autodiff_roles import is_autodiff_name
@@ -79,7 +79,8 @@ class TracedStep:
         batch: Batch size to plan for.
         batch_is_fixed: Whether the graph fixes the batch size.
         variables: Bytes of each variable.
-        forward: Names of ops that are forward in spite of the misleading name of their layer.
+        forward: Names of ops that are forward in spite of their names: those of layers with misleading names, and ops
+            of gradients that the loss depends on.
         devices: GPUs of several replicas, whose loops run concurrently; empty for one replica, and on a CPU.
         rates: Rates of the machine.
         excess_bytes: Measured less predicted memory of an earlier plan; expected of all plans.
@@ -195,8 +196,10 @@ def analyse_step(
         node.device = ""
     record = record or LayerRecord()
     misleading = any(is_autodiff_name(call.layer) for call in record.calls)
-    forward: Container[str] = record.layer_of_op.keys() if misleading else ()
+    forward: Collection[str] = record.layer_of_op.keys() if misleading else ()
     analysis = GraphAnalysis(graph, forward=forward)
+    if analysis.differentiated:  # In a graph with loops, data flow no longer shows that they are forward.
+        forward = {*forward, *(node.name for node in analysis.differentiated)}
     if mode is CanonicalMode.TILING:
         analysis.refuse_hidden_gradients()
     else:  # A swapped tensor, or one sent to a stage, returns for the backward pass.
