@@ -65,6 +65,10 @@ EXPRESSIONS = {
     "Pack of vectors, interleaved": lambda s, x: tf.reshape(tf.stack([s[:2], s[2:]], axis=1), [-1]),
     "Pack of vectors, from the end": lambda s, x: tf.reshape(tf.stack([s[:2], s[2:]], axis=-1), [-1]),
     "Concat": lambda s, x: tf.raw_ops.ConcatV2(values=[s[:1], [3], s[2:]], axis=0),
+    "Concat of matrices": lambda s, x: tf.reshape(tf.concat([tf.constant(MATRIX), tf.constant(MATRIX)], 1), [16]),
+    "Paddings in the gradient of a slice": lambda s, x: tf.reshape(
+        tf.raw_ops.ConcatV2(values=[tf.reshape([0, 1, 2, 0], [4, 1]), tf.reshape(s - s, [4, 1])], axis=1), [8]
+    ),
     "Reshape to a scalar": lambda s, x: tf.reshape(s[1:2], []),
     "Reshape to a vector": lambda s, x: tf.reshape(s[0], [1]),
     "Reshape of a matrix": lambda s, x: tf.reshape(tf.constant(MATRIX), [8]),
@@ -75,6 +79,7 @@ EXPRESSIONS = {
     "Add": lambda s, x: tf.raw_ops.Add(x=s[1:], y=3),
     "AddV2": lambda s, x: tf.raw_ops.AddV2(x=s[1:], y=s[1:]),
     "Sub": lambda s, x: s[1:] - [1, 2, 3],
+    "Sub of the batch from itself": lambda s, x: s - s,
     "Mul": lambda s, x: 2 * s[2],
     "FloorDiv": lambda s, x: (s[1:] - 9) // 4,
     "FloorMod": lambda s, x: (s[1:] - 9) % 4,
@@ -108,7 +113,6 @@ UNKNOWN = {
     "a matrix of one number": lambda s, x: tf.fill([4, 2], s[1]),
     "a product of a matrix": lambda s, x: tf.reduce_prod(tf.constant(MATRIX)),
     "a column": lambda s, x: tf.gather(tf.constant(MATRIX), 1, axis=1),
-    "parts of a matrix": lambda s, x: tf.concat([tf.constant(MATRIX), tf.constant(MATRIX)], 1),
     "another axis": lambda s, x: tf.raw_ops.StridedSlice(input=s, begin=[0], end=[4], strides=[1], new_axis_mask=1),
 }
 
