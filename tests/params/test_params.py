@@ -197,7 +197,7 @@ def test_invalid_bytes_are_refused_with_argument_name(value, kind):
 
 
 def test_auto_params_budget_none_is_refused():
-    with pytest.raises(TypeError, match="`memory_budget` must be an int"):
+    with pytest.raises(TypeError, match="`memory_budget` must be a whole number of bytes"):
         AutoParams(None)
 
 

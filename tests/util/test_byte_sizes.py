@@ -23,6 +23,8 @@ def fresh_keras():
         ("2TB", 2 * 10**12),
         ("2TiB", 2**41),
         (np.int64(5), 5),
+        (8e9, 8_000_000_000),
+        (np.float32(3), 3),
         ("3KiB", 3072),
         ("3MiB", 3 * 2**20),
         ("8GiB", 8 * 2**30),
@@ -35,11 +37,14 @@ def test_parse_bytes_of_int_or_unit_string_returns_bytes(written, amount):
     assert parse_bytes(written, "memory_budget") == amount
 
 
-@pytest.mark.parametrize("value", [True, 1.5, float("nan"), None, [1], b"8GiB", np.float32(3)])
+@pytest.mark.parametrize("value", [True, 1.5, float("nan"), float("inf"), None, [1], b"8GiB", 8e9 + 0.5])
 def test_parse_bytes_of_other_type_is_refused(value):
-    with pytest.raises(TypeError, match=r"`memory_budget` must be an int \(bytes\) or a string with a unit") as error:
+    with pytest.raises(TypeError) as error:
         parse_bytes(value, "memory_budget")
-    assert f"memory_budget={value!r} of type {type(value).__name__}" in str(error.value)
+    assert str(error.value) == (
+        '`memory_budget` must be a whole number of bytes, such as 8e9, or a string with a unit, such as "8GiB". '
+        f"Received: memory_budget={value!r} of type {type(value).__name__}."
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,6 +55,28 @@ def test_parse_bytes_of_wrong_string_is_refused(value):
         parse_bytes(value, "memory_capacity")
     assert "`memory_capacity` must be a positive number" in str(error.value)
     assert f"memory_capacity={value!r}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "remedy"),
+    [
+        ("8G", ' Write "8GiB" or "8GB".'),
+        ("1.5 m", ' Write "1.5MiB" or "1.5MB".'),
+        ("8Gi", ' Write "8GiB".'),
+        ("8gb", ' Write "8GB".'),
+        ("900K", ' Write "900KiB" or "900kB".'),
+        ("8", ' Write "8GiB" or "8GB".'),
+        ("8P", ""),
+        ("8e9", ""),
+    ],
+)
+def test_parse_bytes_of_ambiguous_unit_names_the_sizes_it_may_mean(value, remedy):
+    with pytest.raises(ValueError) as error:
+        parse_bytes(value, "memory_budget")
+    assert str(error.value) == (
+        "`memory_budget` must be a positive number followed by one of B, kB, MB, GB, TB, KiB, MiB, GiB, TiB, such as "
+        f'"8GiB". Received: memory_budget={value!r}.{remedy}'
+    )
 
 
 @pytest.mark.parametrize("value", [2**63, "9" * 400 + "GiB", "9000000 TiB"])

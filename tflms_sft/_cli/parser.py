@@ -50,9 +50,9 @@ def size(text: str) -> int | str:
     """Return a size in bytes, or `"auto"`, which the planner resolves."""
     if text == "auto":
         return text
-    if text.isdecimal():  # A bare 5 more often means 5 GiB than 5 bytes.
+    if re.fullmatch(r"\d+|\d+(\.\d+)?e\d{1,2}", text, re.IGNORECASE):  # A bare 5 more often means 5 GiB than 5 bytes.
         raise argparse.ArgumentTypeError(
-            f"a size needs a unit, such as --budget 5GiB or --budget 900MB (bytes: --budget {text}B). "
+            f"a size needs a unit, such as --budget 5GiB or --budget 900MB (bytes: --budget {float(text):.0f}B). "
             f"Received: {text!r}"
         )
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 import re
 
@@ -16,25 +17,20 @@ _PATTERN = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*$")
 
 
 def parse_bytes(value: object, argument: str) -> int:
-    """Return the bytes of an int or of a string such as `"8GiB"` or `"1.5 GB"`.
+    """Return the bytes of a whole number, such as `8e9`, or of a string, such as `"8GiB"` or `"1.5 GB"`.
 
     Raises:
-        TypeError: For other types, `bool` and `float` included.
+        TypeError: For other types, `bool` and fractions of a byte included.
         ValueError: For a string without a known unit, for less than one byte, and for 2^63 bytes or more.
     """
-    if isinstance(value, bool) or not isinstance(value, (numbers.Integral, str)):
-        raise TypeError(
-            f'`{argument}` must be an int (bytes) or a string with a unit, such as "8GiB". '
-            f"Received: {argument}={value!r} of type {type(value).__name__}."
-        )
     if not isinstance(value, str):
-        amount = int(value)
+        amount = _whole_number(value, argument)
     else:
         match = _PATTERN.match(value)
         if match is None or match.group(2) not in _UNITS:
             raise ValueError(
                 f'`{argument}` must be a positive number followed by one of {", ".join(_UNITS)}, such as "8GiB". '
-                f"Received: {argument}={value!r}."
+                f"Received: {argument}={value!r}.{_unit_hint(value)}"
             )
         amount = int(min(float(match.group(1)) * _UNITS[match.group(2)], float(_MAX_BYTES)))
     if amount >= _MAX_BYTES:
@@ -42,6 +38,27 @@ def parse_bytes(value: object, argument: str) -> int:
     if amount < 1:
         raise ValueError(f"`{argument}` must be at least one byte. Received: {argument}={value!r}.")
     return amount
+
+
+def _whole_number(value: object, argument: str) -> int:
+    """Return an int, or a float without a fraction, as an int."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    if is_number and int(value) == value:  # type: ignore[call-overload]
+        return int(value)  # type: ignore[call-overload, no-any-return]
+    raise TypeError(
+        f'`{argument}` must be a whole number of bytes, such as 8e9, or a string with a unit, such as "8GiB". '
+        f"Received: {argument}={value!r} of type {type(value).__name__}."
+    )
+
+
+def _unit_hint(text: str) -> str:
+    """Return a sentence with the sizes that a text such as `"8G"` may mean; empty if the number cannot be read."""
+    match = re.match(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?b?)\s*$", text, re.IGNORECASE)
+    if match is None:
+        return ""
+    prefix = match.group(2).upper() or "G"
+    sizes = [f'"{match.group(1)}{unit}"' for unit in reversed(_UNITS) if unit.upper().startswith(prefix)]
+    return f" Write {' or '.join(sizes)}." if sizes else ""
 
 
 def format_bytes(amount: float) -> str:
