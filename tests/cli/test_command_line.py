@@ -9,7 +9,7 @@ import pytest
 from command_line import ROOT, process
 
 import tflms_sft
-from tflms_sft._cli.parser import make
+from tflms_sft._cli.parser import make, parse
 
 
 def test_options_of_all_commands_are_documented():
@@ -20,7 +20,7 @@ def test_options_of_all_commands_are_documented():
     commands = make().commands
     assert set(commands) == {"plan", "max-input", "max-batch", "run", "worker", "doctor"}
     for name, command in commands.items():
-        rows = dict(re.findall(r"^\| `([^`\s]+)[^`]*` \| ([^|]+) \|", parts[name], flags=re.MULTILINE))
+        rows = dict(re.findall(r"^\| `([^`\s,]+)[^`]*` \| ([^|]+) \|", parts[name], flags=re.MULTILINE))
         arguments = {(*action.option_strings, action.metavar)[0]: action.help for action in command._actions}
         hidden = {"-h", *(argument for argument, text in arguments.items() if text == argparse.SUPPRESS)}
         assert set(rows) == {*arguments} - hidden
@@ -30,6 +30,20 @@ def test_options_of_all_commands_are_documented():
     assert "| 130 | stopped with Ctrl-C |" in page and "network.keras  " in parts["MODEL"]
     plan = parts["plan"]
     assert "| fraction of the budget that the prediction leaves free | 0.1 |" in plan and "see [MODEL](#model)" in plan
+
+
+def test_memory_budget_is_an_alias_of_budget_on_every_command_that_has_it():
+    commands = {
+        "plan": ["net.keras"],
+        "max-input": ["net.keras"],
+        "max-batch": ["net.keras"],
+        "run": ["train.py"],
+    }
+    for name, command in make().commands.items():
+        has_budget = any("--budget" in action.option_strings for action in command._actions)
+        assert has_budget == (name in commands)
+    for name, arguments in commands.items():
+        assert parse([name, "--memory-budget", "2MiB", *arguments]).budget == 2 * 2**20
 
 
 def test_help_imports_no_tensorflow(directory):

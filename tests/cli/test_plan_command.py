@@ -142,9 +142,11 @@ def test_wrong_arguments(cli, arguments, text):
     ("arguments", "text"),
     [
         ([], "the following arguments are required: COMMAND"),
-        (["plan", "zoo:flat"], "one of the arguments --budget --num-tiles is required"),
+        (["plan", "zoo:flat"], "one of the arguments --budget/--memory-budget --num-tiles is required"),
         (["plan", "zoo:flat", "--budget", "0B"], "`--budget` must be at least one byte"),
-        (["plan", "zoo:flat", "--budget", "5"], "argument --budget: a size needs a unit, such as --budget 5GiB or"),
+        (["plan", "zoo:flat", "--budget", "5"], "a size needs a unit, such as --budget 5GiB or --budget 900MB (bytes"),
+        (["plan", "zoo:flat", "--budget", "8e9"], "(bytes: --budget 8000000000B). Received: '8e9'"),
+        (["plan", "zoo:flat", "--budget", "8G"], 'Received: --budget=\'8G\'. Write "8GiB" or "8GB".'),
         (["max-input", "zoo:build", "--budget", "5"], "(bytes: --budget 5B). Received: '5'"),
         (["max-batch", "zoo:flat", "--budget", "5"], "(bytes: --budget 5B). Received: '5'"),
         (["run", "--budget", "5", "train.py"], "(bytes: --budget 5B). Received: '5'"),

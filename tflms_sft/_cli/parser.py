@@ -378,7 +378,7 @@ def _add_input_shape(parser: argparse.ArgumentParser, text: str = "") -> None:
 def _add_budget(parser: Any, required: bool = False) -> None:
     options = {"required": True} if required else {}
     text = "memory limit of a step: a number with a unit, such as 8GiB, 900MB or 123456789B, or auto"
-    parser.add_argument("--budget", type=size, metavar="SIZE", help=text, **options)
+    parser.add_argument("--budget", "--memory-budget", type=size, metavar="SIZE", help=text, **options)
 
 
 def _add_planning(parser: argparse.ArgumentParser) -> None:
