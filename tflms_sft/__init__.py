@@ -67,9 +67,10 @@ else:
         """Import a public name when it is asked for."""
         if name not in _HOME_OF:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from tflms_sft._util.requirements import check_versions
+        from tflms_sft._util.requirements import check_backend, check_versions
 
         check_versions()
+        check_backend()
         value = globals()[name] = getattr(importlib.import_module(_HOME_OF[name]), name)
         return value
 

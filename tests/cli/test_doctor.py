@@ -47,7 +47,18 @@ def test_doctor_with_old_or_missing_packages_fails_without_further_checks(cli, m
         f"FAILED tensorflow {tf.__version__}; supported: 2.90 to 2.91; install with: {install}",
         f"FAILED nonesuch not installed; install it with: {install}",
     ]
-    assert "small step" not in out and "; other checks need supported versions of TensorFlow and Keras\n" in out
+    assert "small step" not in out and "; other checks need supported versions of TensorFlow and Keras, and " in out
+
+
+def test_doctor_with_another_backend_fails_without_further_checks(cli, monkeypatch):
+    monkeypatch.setattr("tflms_sft._util.requirements.keras_backend", lambda: "jax")
+    code, out, _ = cli("doctor")
+    remedy = 'Set the environment variable KERAS_BACKEND="tensorflow"'
+    assert code == 1 and "small step" not in out
+    assert f"FAILED  Keras backend  jax; only TensorFlow graphs can be rewritten. {remedy}\n" in out
+    assert out.endswith(
+        "1 of 9 FAILED; other checks need supported versions of TensorFlow and Keras, and TensorFlow as its backend\n"
+    )
 
 
 def test_doctor_with_newer_packages_prints_note(cli, monkeypatch):

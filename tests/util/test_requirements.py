@@ -71,6 +71,33 @@ def test_newer_versions_are_announced_once(found, capsys):
     ]
 
 
+def test_missing_package_is_refused(found, monkeypatch):
+    monkeypatch.setattr(requirements, "is_installed", lambda package: package != "tensorflow")
+    with pytest.raises(RewriteError) as error:
+        found(None, "3.10.0")
+    assert str(error.value) == OLD.replace("TensorFlow 2.15.1", "no TensorFlow")
+
+
+@pytest.mark.parametrize(
+    ("named", "in_file", "backend"),
+    [
+        ("", None, "tensorflow"),
+        ("jax", "torch", "jax"),
+        ("", "torch", "torch"),
+        ("", "", "tensorflow"),
+        ("tensorflow", "jax", "tensorflow"),
+    ],
+)
+def test_backend_is_that_of_the_environment_else_of_the_settings_file(named, in_file, backend, monkeypatch, tmp_path):
+    assert requirements.keras_backend() == "tensorflow"  # That of the imported Keras.
+    monkeypatch.setitem(sys.modules, "keras", None)
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path))
+    monkeypatch.setenv("KERAS_BACKEND", named)
+    if in_file is not None:
+        (tmp_path / "keras.json").write_text(f'{{"backend": "{in_file}"}}')
+    assert requirements.keras_backend() == backend
+
+
 def test_installed_version_is_that_of_the_imported_module(monkeypatch):
     monkeypatch.setattr(sys.modules["tensorflow"], "__version__", "2.19.7")
     assert requirements.installed_version("tensorflow") == "2.19.7"
@@ -110,6 +137,25 @@ NAMES = ("from tflms_sft import SFT", "from tflms_sft import RewriteError", "imp
 def test_first_use_with_old_tensorflow_is_refused_before_its_import(python, program):
     code, _, err = python("-c", program, tensorflow="2.15.1")
     assert code == 1 and err.splitlines()[-1] == f"rewriters.errors.RewriteError: {OLD}"
+
+
+BACKEND = (
+    "tflms-sft rewrites TensorFlow graphs, and the backend of Keras is 'jax'. Set the environment variable "
+    'KERAS_BACKEND="tensorflow", before Keras is imported.'
+)
+
+
+@pytest.mark.parametrize("program", [NAMES[0], NAMES[2]])
+def test_first_use_with_another_backend_is_refused_before_its_import(python, program, monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    code, _, err = python("-c", program)
+    assert code == 1 and err.splitlines()[-1] == f"rewriters.errors.RewriteError: {BACKEND}"
+
+
+def test_command_with_another_backend_prints_one_error(python, monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    code, out, err = python("-m", "tflms_sft", "plan", "zoo:build", "--budget", "1GiB")
+    assert (code, out, err) == (1, "", f"tflms-sft plan: error: {BACKEND}\n")
 
 
 def test_version_and_help_work_with_old_tensorflow(python):

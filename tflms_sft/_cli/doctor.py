@@ -31,6 +31,9 @@ __all__: list[str] = []
 
 FINE, NOTE, FAILED = "ok", "note", "FAILED"
 
+BACKEND = "Keras backend"
+"""Name of the line about Keras's backend."""
+
 MIN_OPEN_FILES = 1024
 """Limit of open files below which a step with many swapped tensors may fail."""
 
@@ -65,7 +68,7 @@ def execute(options: argparse.Namespace) -> Outcome:
         ("Keras", _keras),
         ("spill directory", lambda: _spill(options.spill_dir)),
     ]
-    is_supported = not any(line.name in SUPPORTED_RELEASES and line.status == FAILED for line in lines)
+    is_supported = not any(line.name in (*SUPPORTED_RELEASES, BACKEND) and line.status == FAILED for line in lines)
     if is_supported:
         progress.say("checking TensorFlow ...")
         for name, check in checks:
@@ -82,7 +85,7 @@ def execute(options: argparse.Namespace) -> Outcome:
     failed = sum(line.status == FAILED for line in lines)
     verdict = f"{failed} of {len(lines)} FAILED" if failed else "all requirements are met"
     if not is_supported:
-        verdict += "; other checks need supported versions of TensorFlow and Keras"
+        verdict += "; other checks need supported versions of TensorFlow and Keras, and TensorFlow as its backend"
     text = table([[line.status, line.name, line.text] for line in lines])
     data = {"command": "doctor", "ok": not failed, "lines": [dataclasses.asdict(line) for line in lines]}
     if report is not None:
@@ -110,6 +113,10 @@ def _python() -> Iterator[Finding]:
         yield Finding(FINE, "Python", text)
     for package in (*SUPPORTED_RELEASES, "numpy"):
         yield _version(package)
+    backend = requirements.keras_backend()
+    is_tensorflow = backend == requirements.TENSORFLOW
+    remedy = "" if is_tensorflow else f"; only TensorFlow graphs can be rewritten. {requirements.BACKEND_REMEDY}"
+    yield Finding(FINE if is_tensorflow else FAILED, BACKEND, f"{backend}{remedy}")
     plots = importlib.util.find_spec("matplotlib") is not None
     missing = 'not installed; charts of plans need it (pip install "tflms-sft[plot]")'
     yield Finding(FINE if plots else NOTE, "matplotlib", importlib.metadata.version("matplotlib") if plots else missing)
@@ -223,10 +230,6 @@ def _gpu_memory() -> Iterator[Finding]:
 def _keras() -> Iterator[Finding]:
     import keras
 
-    backend = keras.backend.backend()
-    is_tensorflow = backend == "tensorflow"
-    remedy = "" if is_tensorflow else '; only TensorFlow graphs can be rewritten: set KERAS_BACKEND="tensorflow"'
-    yield Finding(FINE if is_tensorflow else FAILED, "Keras backend", f"{backend}{remedy}")
     policy = keras.config.dtype_policy().name
     yield Finding(FINE, "Keras types", f"policy {policy}, {keras.config.image_data_format()}")
 

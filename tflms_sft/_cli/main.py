@@ -16,7 +16,7 @@ from rewriters.device.cards import CARDS, planning_for
 from rewriters.errors import BudgetError, RewriteError
 from tflms_sft._cli import parser
 from tflms_sft._cli.exit_status import INTERRUPTED, NOT_MET, WRONG_ARGUMENTS, Outcome, UsageError
-from tflms_sft._util.requirements import check_versions
+from tflms_sft._util.requirements import check_backend, check_versions
 
 __all__: list[str] = []
 
@@ -43,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command != "doctor":  # It reports versions itself.
         try:
             check_versions(quiet=options.quiet)
+            if options.command != "run":  # The script may set the backend.
+                check_backend()
         except RewriteError as error:
             return _report_error(error, options)
     if options.command == "run":

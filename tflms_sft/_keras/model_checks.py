@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from rewriters.errors import RewriteError
 from tflms_sft._trace.step_tracing import reason_without_graph
+from tflms_sft._util.requirements import check_backend
 
 __all__: list[str] = []
 
@@ -41,11 +42,7 @@ def check_trainer(model: Any) -> None:
         RewriteError: If Keras uses another backend.
         TypeError: If `model` is no trainer.
     """
-    if keras.backend.backend() != "tensorflow":
-        raise RewriteError(
-            f"Keras runs on {keras.backend.backend()!r}; only TensorFlow graphs can be rewritten. "
-            'Set the environment variable KERAS_BACKEND="tensorflow".'
-        )
+    check_backend()
     if not is_trainer(model):
         raise TypeError(f"`model` must be a compiled `keras.Model`. Received: {model!r}.")
 

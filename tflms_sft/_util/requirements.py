@@ -1,14 +1,21 @@
-"""Installed TensorFlow and Keras against the supported versions, without an import of either."""
+"""Installed TensorFlow and Keras, and Keras's backend, against the supported ones, without an import of either."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
+import os
 import re
 import sys
 
 from rewriters.errors import RewriteError
 from tflms_sft._version import SUPPORTED_RELEASES
+
+TENSORFLOW = "tensorflow"
+"""Name of the only supported backend of Keras."""
+
+BACKEND_REMEDY = 'Set the environment variable KERAS_BACKEND="tensorflow"'
 
 TITLES = {"tensorflow": "TensorFlow", "keras": "Keras"}
 
@@ -30,6 +37,42 @@ def installed_version(package: str) -> str | None:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
     return None
+
+
+def is_installed(package: str) -> bool:
+    """Return whether a package can be imported."""
+    import importlib.util
+
+    return package in sys.modules or importlib.util.find_spec(package) is not None
+
+
+def keras_backend() -> str:
+    """Return the backend of the imported Keras, or the one that Keras would choose at its import."""
+    backend = getattr(getattr(sys.modules.get("keras"), "config", None), "backend", None)
+    if backend is not None:
+        return str(backend())
+    home = os.environ.get("KERAS_HOME") or os.path.join(os.path.expanduser("~"), ".keras")
+    named = os.environ.get("KERAS_BACKEND")
+    with contextlib.suppress(OSError, ValueError), open(os.path.join(home, "keras.json"), encoding="utf-8") as file:
+        config = json.load(file)
+        named = named or (config.get("backend") if isinstance(config, dict) else None)
+    return str(named or TENSORFLOW)
+
+
+def check_backend() -> None:
+    """Refuse another Keras backend than TensorFlow.
+
+    The first use of a public name or module calls this function, and each command that builds a model.
+
+    Raises:
+        RewriteError: With the backend and the remedy.
+    """
+    backend = keras_backend()
+    if backend != TENSORFLOW:
+        raise RewriteError(
+            f"tflms-sft rewrites TensorFlow graphs, and the backend of Keras is {backend!r}. {BACKEND_REMEDY}, before "
+            "Keras is imported."
+        )
 
 
 def release_of(version: str) -> tuple[int, int] | None:
@@ -65,7 +108,7 @@ def pip_command() -> str:
 
 
 def check_versions(*, quiet: bool = False) -> None:
-    """Refuse versions that are too old, and print one line about each that is newer than the tested versions.
+    """Refuse missing packages and old versions, and print one line about each that is newer than the tested versions.
 
     The first use of a public name or module calls this function, and each command of the command line except `doctor`.
 
@@ -87,10 +130,14 @@ def _pending_notices() -> list[str]:
     versions = {package: installed_version(package) for package in SUPPORTED_RELEASES}
     installed = {package: version for package, version in versions.items() if version is not None}
     old = [f"{TITLES[package]} {version}" for package, version in installed.items() if is_too_old(package, version)]
-    if old:
+    missing = [
+        f"no {TITLES[package]}" for package in versions if package not in installed and not is_installed(package)
+    ]
+    if old or missing:
         supported = " and ".join(f"{TITLES[package]} {supported_range(package)}" for package in SUPPORTED_RELEASES)
+        found = " and ".join([*old, *missing])
         raise RewriteError(
-            f"tflms-sft needs {supported}. Found: {' and '.join(old)}. Install supported versions with: {pip_command()}"
+            f"tflms-sft needs {supported}. Found: {found}. Install supported versions with: {pip_command()}"
         )
     return [untested_text(package, version) for package, version in installed.items() if is_untested(package, version)]
 
