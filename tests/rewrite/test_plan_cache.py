@@ -15,6 +15,7 @@ import tflms_sft
 from rewriters.device import properties
 from tflms_sft import AutoParams, BudgetError, MemoryBudget, RewriteError
 from tflms_sft._planner import budget_search
+from tflms_sft._util import progress
 
 FRACTIONS = {vgg: 0.5, residual: 0.85, unet_2d: 0.6}
 
@@ -131,6 +132,23 @@ def test_saved_plan_trains_without_search_as_plain(tmp_path, monkeypatch):
     np.testing.assert_allclose(got["loss"], plain.fit(X, Y, batch_size=4, **SETTINGS).history["loss"], rtol=1e-10)
     for a, b in zip(model.variables, plain.variables, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("given", "shown"), [({}, "700 KiB"), ({"memory_budget": "800KiB"}, "800 KiB")])
+def test_saved_plan_has_one_budget_in_all_lines(given, shown, tmp_path, monkeypatch, capsys):
+    """Training, validation and the file that is saved again: that of the file, if no budget is given."""
+    path, first = tmp_path / "plan.json", MemoryBudget("700KiB", verbose=0)
+    net().fit(X[:4], Y[:4], batch_size=4, callbacks=[first], **SETTINGS)
+    first.plan.save(path)
+    monkeypatch.setattr(progress, "SLOW_SECONDS", 0.001)
+    saved = MemoryBudget(**given, plan=path)
+    net().fit(X[:4], Y[:4], batch_size=4, validation_data=(X[:4], Y[:4]), callbacks=[saved], **SETTINGS)
+    out = capsys.readouterr().out
+    assert out.startswith(f"tflms-sft: planning for a budget of {shown} ...\n") and "the free memory" not in out
+    assert set(re.findall(r"budget (?:of )?(\d+ \S+?B)\b", out)) == {shown}
+    assert out.count(f", budget {shown}") == 2  # The headlines of training and validation.
+    saved.plan.save(path)
+    assert json.loads(path.read_text())["memory_budget"] == saved.evaluate_plan.memory_budget
 
 
 def segmenter():

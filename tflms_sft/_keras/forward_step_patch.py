@@ -9,7 +9,6 @@ They differ from the training patch in `train_step_patch.py` in three points:
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -148,7 +147,7 @@ def forward_request(params: RewriteRequest) -> RewriteRequest | None:
     """Return the part of a request that applies to a step without gradients: its tiles; `None` if it has none."""
     tiles = params.tiles
     if isinstance(tiles, AutoParams):
-        tiles = dataclasses.replace(tiles, plan=None)  # It is that of the training.
+        tiles = tiles.without_plan()  # It is that of the training.
     return None if tiles is None else RewriteRequest(tiles)
 
 

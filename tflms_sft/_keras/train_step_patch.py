@@ -555,7 +555,7 @@ class StepPatch:
         """The request; a saved plan is for the first size alone."""
         if self._now is self._planned[0] or not isinstance(self._params.tiles, AutoParams):
             return self._params
-        return dataclasses.replace(self._params, tiles=dataclasses.replace(self._params.tiles, plan=None))
+        return dataclasses.replace(self._params, tiles=self._params.tiles.without_plan())
 
     def _rewrite_analysed(self, analysed: TracedStep) -> tuple[StepImporter, Plan]:
         """Rewrite the step; after an excess of a later step by the plan before, if no corrected one fits.

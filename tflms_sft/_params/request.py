@@ -34,7 +34,7 @@ class RewriteRequest:
     def aim(self) -> str:
         """Return the text of the progress line for the time of planning."""
         if isinstance(self.tiles, AutoParams):
-            budget = self.tiles.memory_budget
+            budget = self.tiles.without_plan().memory_budget
             return f"planning for a budget of {'the free memory' if budget == AUTO else format_bytes(budget)}"
         if self.pipeline is not None:
             return "planning a pipeline"

@@ -229,6 +229,11 @@ class AutoParams:
             return int(json.load(file)["memory_budget"])
         return None
 
+    def without_plan(self) -> AutoParams:
+        """Return a copy for steps that the saved plan is not for; where no budget is given, it has that of the plan."""
+        budget = self._saved_budget() if self.memory_budget == AUTO else None
+        return dataclasses.replace(self, plan=None, memory_budget=self.memory_budget if budget is None else budget)
+
     def resolved(self, fixed_bytes: int, devices: Sequence[str] = ()) -> AutoParams:
         """Return a copy whose budget is in bytes, at most the memory of a GPU; `"auto"` depends on the free memory.
 
@@ -239,10 +244,8 @@ class AutoParams:
         Returns:
             Parameters whose `memory_budget` is an int.
         """
-        budget, limit = self.memory_budget, device_memory_limit(devices)
+        budget, limit = self.without_plan().memory_budget, device_memory_limit(devices)
         if budget == AUTO:
-            budget = self._saved_budget()
-        if budget is None:
             total = free_device_memory(devices) + fixed_bytes
             budget = int(AUTO_BUDGET_FRACTION * (total if limit is None else min(total, limit)))
         budget = budget if limit is None else min(budget, limit)

@@ -157,7 +157,7 @@ def _stored_plan(traced: TracedStep, params: AutoParams) -> tuple[StepImporter, 
             _check_saved_plan(plan, params)
             plan = amend_plan(plan, f"plan read from '{os.fspath(params.plan)}', without a search")
         if is_given or plan.predicted.peak_bytes <= limit_of(traced, params):
-            return importer, amend_plan(plan, recipe=recipe)
+            return importer, amend_plan(plan, recipe={**recipe, "memory_budget": params.memory_budget})
     return None
 
 
