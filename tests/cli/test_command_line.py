@@ -27,7 +27,7 @@ def test_options_of_all_commands_are_documented():
         assert all(rows[key].replace("`", "")[:20] in arguments[key].replace("`", "") for key in rows)
         assert f"usage: tflms-sft {name} " in parts[name] and command.description.split(".")[0] in parts[name]
         assert f"tflms-sft {name}" in command.format_help() and "exit codes:" in command.format_help()
-    assert "| 130 | stopped with Ctrl-C |" in page and "network.keras  " in parts["MODEL"]
+    assert "| 130 | stopped with Ctrl-C; max-input" in page and "network.keras  " in parts["MODEL"]
     plan = parts["plan"]
     assert "| fraction of the budget that the prediction leaves free | 0.1 |" in plan and "see [MODEL](#model)" in plan
 

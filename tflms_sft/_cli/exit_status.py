@@ -11,13 +11,14 @@ from typing import Any
 
 __all__: list[str] = []
 
-OK, NOT_MET, WRONG_ARGUMENTS, INTERRUPTED = 0, 1, 2, 130
+OK, NOT_MET, WRONG_ARGUMENTS, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 
 EXIT_CODES = {
     OK: "ok",
     NOT_MET: "no plan meets the budget, the step cannot be rewritten, a check failed, or a worker cannot serve",
     WRONG_ARGUMENTS: "wrong arguments",
-    INTERRUPTED: "stopped with Ctrl-C",
+    INTERRUPTED: "stopped with Ctrl-C; max-input and max-batch print the largest size found until then",
+    TERMINATED: "max-input or max-batch was stopped with SIGTERM, and has printed the largest size found until then",
 }
 """Meanings of the exit codes. `run` ends with the exit code of the script instead."""
 

@@ -1,6 +1,8 @@
 """`tflms-sft max-input` and `max-batch`: predict the largest image, longest sequence or largest batch within a budget.
 
-Both search twice: for the plain step and for the rewritten step.
+Both search twice: for the original step and for the rewritten step. Memory scales with the batch size or with the area
+of an image, so the next size is extrapolated from the memory of the latest one. For the rewritten step that is the
+memory of the smallest plan, which is found sooner than the fastest one; only the result is planned in full.
 """
 
 from __future__ import annotations
@@ -8,21 +10,27 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from rewriters.errors import BudgetError
 from tflms_sft._cli import model_loading, step_options
 from tflms_sft._cli.exit_status import NOT_MET, OK, Outcome, Progress, UsageError, table
+from tflms_sft._cli.stop_signals import Stop, stoppable
 from tflms_sft._params.tile_params import AutoParams
-from tflms_sft._report.plan import Plan
-from tflms_sft._util.bisection import extrapolated, largest
 from tflms_sft._util.byte_sizes import format_bytes
 
 __all__: list[str] = []
 
 FIRST_SIZE = 128
 """Height and width, in pixels, of the first image tried for a model without a fixed size."""
+
+FIRST_GROWTH = 4
+"""First size of the rewritten step that is tried, over the largest size of the original step."""
+
+SMALLEST = "the smallest plan; the fastest one was not searched for"
+"""Description of a result whose size has not been planned in full."""
 
 MAX_DOUBLINGS = 4
 """Number of times that the first size is doubled if a model cannot be built for it."""
@@ -163,53 +171,106 @@ class SizeSearch:
     Attributes:
         params: The budget. The first traced step resolves `"auto"` for the whole search.
         assumed: Assumptions of the latest traced step.
+        plain: Largest size of the original step found so far.
+        rewritten: Largest size of the rewritten step found so far.
     """
 
     def __init__(self, axis: SizeAxis, params: AutoParams, *, options: argparse.Namespace, progress: Progress) -> None:
         self._axis = axis
         self.params = params
         self._within = options.within
+        self._max_slowdown = options.max_slowdown
         self._max_count = options.max_size // axis.unit
         self._progress = progress
         self._latest: tuple[int, step_options.PlannableStep] | None = None
         self._plain_peaks: dict[int, int] = {}
-        self._plans: dict[int, Plan | None] = {}
-        self._smallest: dict[int, int] = {}
         self._fixed_bytes = 0
         self.assumed: step_options.Assumed | None = None
+        self.plain = self.rewritten = self._result(0)
 
     @property
     def limit(self) -> int:
         """Largest allowed prediction, in bytes."""
         return int(self.params.memory_budget * (1 - self.params.headroom))
 
-    def plain(self) -> LargestSize:
-        """Return the largest size of the plain step."""
-        first = self._first()
-        low, high = (first, 2 * first) if 2 * first <= self._max_count else (max(first // 2, 1), first)
-        guess = high if low == high else extrapolated(self._plain_peak, self.limit, low, high, self._axis.power)
-        count = largest(lambda n: self._plain_peak(n) <= self.limit, guess, self._within, self._max_count)
-        return self._result(count, self._plain_peaks.get(count), 1.0, "original step")
+    def search_plain(self) -> None:
+        """Find the largest size of the original step."""
+        self._largest(lambda count: (self._plain_peak(count), self._plain_peak(count) <= self.limit), 0, self._first())
 
-    def rewritten(self, plain: LargestSize) -> LargestSize:
-        """Return the largest size with tiles and swaps, which is at least that of the plain step."""
-        low = plain.size // self._axis.unit
-        guess = self._guess(min(max(2 * low, self._first()), self._max_count))
-        count = largest(lambda n: n <= low or self._plan(n) is not None, guess, self._within, self._max_count)
-        plan = self._plan(count) if count else None
-        if plan is None:
-            return self._result(0, None, None, "")
-        return self._result(count, plan.predicted.peak_bytes, plan.predicted.time_ratio, plan.headline())
+    def search_rewritten(self) -> None:
+        """Find the largest size with tiles and swaps, which is at least that of the original step."""
+        plain = self.plain.size // self._axis.unit
+        self.rewritten = self.plain
+        low = self._largest(self._try, plain, min(max(FIRST_GROWTH * plain, self._first()), self._max_count))
+        while self.rewritten.how == SMALLEST and not self._plan(low):  # The disk may lack room for its swaps.
+            low = max(low - max(int(self._within * low), 1), plain)
+            self.rewritten = self._result(low, how=SMALLEST) if low > plain else self.plain
 
-    def _guess(self, count: int) -> int:
-        """Return a first guess, extrapolated from the memory that a size above the largest needs at least."""
-        while self._plan(count) is not None and count < self._max_count:
-            count = min(2 * count, self._max_count)
-        needed = self._smallest.get(count, 0)
-        fixed = self._fixed_bytes
-        if needed <= fixed or self.limit <= fixed:
-            return count
-        return max(int(count * ((self.limit - fixed) / (needed - fixed)) ** (1 / self._axis.power)), 1)
+    def _largest(self, trial: Callable[[int], tuple[int, bool]], low: int, count: int) -> int:
+        """Return the largest count that fits.
+
+        Args:
+            trial: Returns for a count the bytes that it needs, and whether it fits.
+            low: A count that fits.
+            count: The first count to try.
+        """
+        needs: dict[int, int] = {}
+        high: int | None = None
+        stride, sides = 1, (False, True)
+        while low < self._max_count and (high is None or high - low > max(1, int(self._within * low))):
+            needs[count], fits = trial(count)
+            low, high = (count, high) if fits else (low, count)
+            sides = (sides[-1], fits)
+            margin = max(int(self._within * low), 1)
+            if high is None:
+                stride = max(2 * stride, margin)  # Estimates may be too low each time.
+                count = min(max(self._estimate(needs, count, count), low + stride), self._max_count)
+                continue
+            is_stalled = sides[0] == sides[1] and len(needs) > 2
+            estimate = (low + high) // 2 if is_stalled else self._estimate(needs, low, high, latest=count)
+            count = min(max(estimate, low + max(margin // 2, 1)), high - 1)
+        return low
+
+    def _estimate(self, needs: Mapping[int, int], low: int, high: int, latest: int = 0) -> int:
+        """Return the count at which a power law through the bytes of two counts meets the limit.
+
+        Where one of them is unknown, the law is the usual one through the latest count.
+        """
+        beside = {count: max(num_bytes - self._fixed_bytes, 1) for count, num_bytes in needs.items()}
+        room, power = max(self.limit - self._fixed_bytes, 1), float(self._axis.power)
+        count = latest or high
+        if low in beside and high in beside and beside[low] < beside[high]:
+            power, count = math.log(beside[high] / beside[low]) / math.log(high / low), low
+        return int(count * (room / beside[count]) ** (1 / power))
+
+    def _try(self, count: int) -> tuple[int, bool]:
+        """Return the bytes of the smallest plan for a size, and whether the size fits and is fast enough."""
+        step, shown = self._step(count), self._axis.shown(count * self._axis.unit)
+        smallest = step.least_memory(self.params, self._progress)
+        peak, ratio = smallest.peak.peak_bytes, max(smallest.time_ratio, 1.0)
+        if peak > self.limit or ratio > self._max_slowdown:
+            # Another plan may be faster, or need less room on the disk.
+            fits = self._plan(count)
+            return min(peak, self.limit) if fits else peak, fits
+        self._progress.say(f"{shown}, rewritten: fits, smallest plan {format_bytes(peak)} at {ratio:.2f}x the time")
+        self.rewritten = self._result(count, peak, ratio, SMALLEST)
+        return peak, True
+
+    def _plan(self, count: int) -> bool:
+        """Return whether the fastest plan within the budget is fast enough, and set it as the result then."""
+        shown = self._axis.shown(count * self._axis.unit)
+        try:
+            plan = self._step(count).plan(self.params, self._progress, advise=False)
+        except BudgetError as error:
+            self._progress.say(f"{shown}, rewritten: does not fit, needs {format_bytes(error.smallest_bytes)}")
+            return False
+        peak, ratio = plan.predicted.peak_bytes, plan.predicted.time_ratio
+        is_fast = ratio <= self._max_slowdown
+        verdict = "fits" if is_fast else "too slow"
+        self._progress.say(f"{shown}, rewritten: {verdict}, fastest plan {format_bytes(peak)} at {ratio:.2f}x the time")
+        if is_fast:
+            self.rewritten = self._result(count, peak, ratio, plan.headline())
+        return is_fast
 
     def _first(self) -> int:
         """Return a size for which the model can be built."""
@@ -230,23 +291,13 @@ class SizeSearch:
         count = min(count, self._max_count)
         if count not in self._plain_peaks:
             size = count * self._axis.unit
-            step = self._step(count)
-            self._plain_peaks[count] = step.plain_bytes
-            self._progress.say(f"{self._axis.shown(size)}, original: {format_bytes(step.plain_bytes)} (worst case)")
+            peak = self._plain_peaks[count] = self._step(count).plain_bytes
+            fits = peak <= self.limit
+            shown = f"{self._axis.shown(size)}, original: {'fits' if fits else 'does not fit'}"
+            self._progress.say(f"{shown}, {format_bytes(peak)} (worst case)")
+            if fits and size > self.plain.size:
+                self.plain = self._result(count, peak, 1.0, "original step")
         return self._plain_peaks[count]
-
-    def _plan(self, count: int) -> Plan | None:
-        """Return a plan within the budget, or `None` if there is none."""
-        if count not in self._plans:
-            shown = self._axis.shown(count * self._axis.unit)
-            try:
-                plan = self._plans[count] = self._step(count).plan(self.params, self._progress, advise=False)
-                self._progress.say(f"{shown}, rewritten: {format_bytes(plan.predicted.peak_bytes)}")
-            except BudgetError as error:
-                self._plans[count] = None
-                self._smallest[count] = int(error.smallest_bytes * (1 - self.params.headroom))
-                self._progress.say(f"{shown}, rewritten: too large, needs {format_bytes(error.smallest_bytes)}")
-        return self._plans[count]
 
     def _step(self, count: int) -> step_options.PlannableStep:
         if self._latest is None or self._latest[0] != count:
@@ -258,10 +309,10 @@ class SizeSearch:
             self.assumed = self._latest[1].assumed
         return self._latest[1]
 
-    def _result(self, count: int, peak: int | None, ratio: float | None, how: str) -> LargestSize:
+    def _result(self, count: int, peak: int | None = None, ratio: float | None = None, how: str = "") -> LargestSize:
         size = count * self._axis.unit
         shown = self._axis.shown(size) if size else "none fits"
-        return LargestSize(size, shown, peak if size else None, ratio if size else None, how, count == self._max_count)
+        return LargestSize(size, shown, peak, ratio, how, count == self._max_count)
 
 
 def execute(options: argparse.Namespace) -> Outcome:
@@ -281,28 +332,32 @@ def execute(options: argparse.Namespace) -> Outcome:
     search = SizeSearch(
         axis(options, model, why), step_options.budget_params(options), options=options, progress=progress
     )
-    with progress.doing("searching for the largest size, original step"):
-        plain = search.plain()
-    with progress.doing("searching for the largest size, rewritten step"):
-        rewritten = search.rewritten(plain)
-    assert search.assumed is not None
-    params = search.params
-    results = {"plain": plain, "rewritten": rewritten}
+    with stoppable(options.time_limit) as stop:
+        with progress.doing("searching for the largest size, original step"):
+            search.search_plain()
+        with progress.doing("searching for the largest size, rewritten step"):
+            search.search_rewritten()
+    if stop.reason:
+        progress.say(stop.reason)
+    results = {"plain": search.plain, "rewritten": max(search.rewritten, search.plain, key=lambda result: result.size)}
     data = {
         "command": options.command,
-        "budget_bytes": params.memory_budget,
-        "headroom": params.headroom,
+        "budget_bytes": search.params.memory_budget,
+        "headroom": search.params.headroom,
         "within": options.within,
-        "assumed": dataclasses.asdict(search.assumed),
+        "max_slowdown": options.max_slowdown,
+        "stopped": stop.reason,
+        "assumed": None if search.assumed is None else dataclasses.asdict(search.assumed),
         **{name: dataclasses.asdict(result) for name, result in results.items()},
     }
-    text = _text(options, params, search.assumed, results)
-    return Outcome(text, data, OK if rewritten.size else NOT_MET)
+    code = OK if results["rewritten"].size else NOT_MET
+    return Outcome(_text(options, search, stop, results), data, code if stop.code is None else stop.code)
 
 
-def _text(
-    options: argparse.Namespace, params: AutoParams, assumed: step_options.Assumed, results: dict[str, LargestSize]
-) -> str:
+def _text(options: argparse.Namespace, search: SizeSearch, stop: Stop, results: dict[str, LargestSize]) -> str:
+    if search.assumed is None:
+        return f"{stop.reason} before a size was tried"
+    params, assumed = search.params, search.assumed
     rows = [["", "largest", "worst-case peak", "time (1 = original)", ""]]
     for name, result in zip(("original", "rewritten"), results.values(), strict=True):
         peak = "" if result.peak_bytes is None else format_bytes(result.peak_bytes)
@@ -310,10 +365,11 @@ def _text(
         rows.append([name, result.shown, peak, time, "limited by --max-size" if result.is_limit else ""])
     thing = "input" if options.command == "max-input" else "batch"
     multiples = f", multiples of {options.multiple_of} (--multiple-of)" if options.multiple_of > 1 else ""
+    precision = f"{stop.reason}, larger ones may fit" if stop.reason else f"at most {options.within:.0%} too small"
     lines = [
         f"Model {assumed.model!r}: {assumed.num_weights:,} weights, {assumed.optimizer}, {assumed.loss}",
         f"Largest {thing} within {format_bytes(params.memory_budget)} with a headroom of {params.headroom:.0%}; "
-        f"predicted on {assumed.device}, at most {options.within:.0%} too small{multiples}",
+        f"predicted on {assumed.device}, {precision}{multiples}",
         table(rows),
     ]
     if results["rewritten"].how:

@@ -96,6 +96,26 @@ def fraction(text: str) -> float:
     return value
 
 
+def at_least_one(text: str) -> float:
+    """Return a number of at least 1."""
+    return _number(text, 1.0, "a number of at least 1")
+
+
+def seconds(text: str) -> float:
+    """Return a number of seconds above 0."""
+    return _number(text, 1e-3, "a number of seconds above 0")
+
+
+def _number(text: str, least: float, expected: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not least <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected {expected}. Received: {text!r}")
+    return value
+
+
 def sizes(text: str) -> tuple[int, ...]:
     """Return the integers of `2048,2048,3` or `2048x2048x3`."""
     parts = text.replace("x", ",").split(",")
@@ -240,6 +260,8 @@ def _add_max_input(commands: Any) -> None:
         "The result is a prediction; no step runs. `worst-case peak` is the peak in the worst state in which earlier "
         "steps may leave the allocator; a fresh process may need a fifth less. `time` is relative to the original step "
         "of the same size.",
+        "Each size is printed on stderr when it has been tried. Ctrl-C, SIGTERM and --time-limit end the search; the "
+        "largest size found until then is printed.",
         "A model with one input of fixed size is rebuilt for other sizes from the configurations of its layers, with "
         "new weights. A weight whose shape would change, as that of a dense layer after `Flatten`, is an error.",
         forms=_MODEL_FORMS,
@@ -260,7 +282,7 @@ def _add_max_batch(commands: Any) -> None:
         commands,
         "max-batch",
         "find the largest batch that trains within a budget, by the original and the rewritten step",
-        "The result is a prediction; no step runs. The columns are those of `max-input`.",
+        "The result is a prediction; no step runs. Columns, and the ways to end a search, are those of `max-input`.",
         forms=_MODEL_FORMS,
         example="tflms-sft max-batch network.keras --input-shape 512,512,3 --budget 8GiB",
     )
@@ -407,7 +429,11 @@ def _add_candidates(parser: argparse.ArgumentParser, candidates: str, multiple: 
         "relative precision: the result may be this fraction below the largest; 0 finds the exact maximum in more "
         "trials; default: %(default)s"
     )
-    add("--within", type=fraction, default=0.02, metavar="FRACTION", help=text)
+    add("--within", type=fraction, default=0.1, metavar="FRACTION", help=text)
+    text = f"skip {candidates} whose predicted time is more than X times that of the original step; default: 10"
+    add("--max-slowdown", type=at_least_one, default=10.0, metavar="X", help=text)
+    text = f"stop after this time, and print the largest of the {candidates} found until then; default: no limit"
+    add("--time-limit", type=seconds, metavar="SECONDS", help=text)
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:

@@ -22,7 +22,8 @@ from tflms_sft._keras.model_checks import check_model, reason_runs_eagerly
 from tflms_sft._machine.calibration import machine_rates
 from tflms_sft._params.request import parse_request
 from tflms_sft._params.tile_params import AutoParams
-from tflms_sft._planner.traced_step import TracedStep, analyse_step, collector_paused, predict
+from tflms_sft._planner.budget_search import least_memory
+from tflms_sft._planner.traced_step import Candidate, TracedStep, analyse_step, collector_paused, predict
 from tflms_sft._report.plan import Plan
 from tflms_sft._rewrite.rewrite import rewrite_traced
 from tflms_sft._trace.step_tracing import trace_step
@@ -116,11 +117,20 @@ class PlannableStep:
             UsageError: For parameters that do not fit the model.
         """
         try:
-            self.traced.use_rates(machine_rates(lambda line: progress.say(line.removeprefix("tflms-sft: "))))
+            self._use_rates(progress)
             with collector_paused():
                 return rewrite_traced(self.traced, parse_request(params), advise)[1]
         except ValueError as error:  # For example tiles along axes that the images lack.
             raise UsageError(str(error)) from error
+
+    def least_memory(self, params: AutoParams, progress: Progress) -> Candidate:
+        """Return the plan that needs least memory, in less time than `plan` takes."""
+        self._use_rates(progress)
+        with collector_paused():
+            return least_memory(self.traced, params)
+
+    def _use_rates(self, progress: Progress) -> None:
+        self.traced.use_rates(machine_rates(lambda line: progress.say(line.removeprefix("tflms-sft: "))))
 
 
 def budget_params(options: argparse.Namespace) -> AutoParams:

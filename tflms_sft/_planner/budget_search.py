@@ -184,6 +184,18 @@ def plans_within_budget(traced: TracedStep, params: AutoParams, advise: bool = F
     raise _too_small(traced, params, search, least)
 
 
+def least_memory(traced: TracedStep, params: AutoParams) -> Candidate:
+    """Return the plan with the lowest peak; a budget can be met if this plan meets it. Takes less time than a search.
+
+    Args:
+        traced: A training step.
+        params: Swaps that are allowed.
+    """
+    if params.swap is True and reason_without_tier(swaps_within(params)):
+        params = dataclasses.replace(params, swap=False)
+    return LeastMemory(traced, _search(traced), params).smallest()
+
+
 def _larger_budgets(traced: TracedStep, search: TileSearch, params: AutoParams, option: FeasiblePlan) -> str:
     """Return a note of the time with more memory; empty if the step is not slow, or would be as slow.
 

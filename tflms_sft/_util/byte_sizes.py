@@ -44,7 +44,7 @@ def _whole_number(value: object, argument: str) -> int:
     """Return an int, or a float without a fraction, as an int."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
     if is_number and int(value) == value:  # type: ignore[call-overload]
-        return int(value)  # type: ignore[call-overload, no-any-return]
+        return int(value)  # type: ignore[call-overload]
     raise TypeError(
         f'`{argument}` must be a whole number of bytes, such as 8e9, or a string with a unit, such as "8GiB". '
         f"Received: {argument}={value!r} of type {type(value).__name__}."

@@ -1,0 +1,57 @@
+"""Ends a search on Ctrl-C, SIGTERM or after a time limit, so that the best result so far can be printed."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from types import FrameType
+
+from tflms_sft._cli.exit_status import INTERRUPTED, TERMINATED
+
+__all__: list[str] = []
+
+REASONS = {
+    signal.SIGINT: ("stopped with Ctrl-C", INTERRUPTED),
+    signal.SIGTERM: ("stopped with SIGTERM", TERMINATED),
+    signal.SIGALRM: ("stopped by --time-limit", None),
+}
+"""Text of each signal, and its exit code; `None` for that of the result."""
+
+
+class Stop:
+    """How a search ended.
+
+    Attributes:
+        reason: Text of the signal that stopped it; empty if it ended by itself.
+        code: Exit code of that signal; `None` for that of the result.
+    """
+
+    def __init__(self) -> None:
+        self.reason = ""
+        self.code: int | None = None
+
+
+class _StopError(BaseException):
+    """Raised by a signal; no handler of `Exception` may catch it."""
+
+
+@contextlib.contextmanager
+def stoppable(seconds: float | None) -> Iterator[Stop]:
+    """Run a block until it ends, or until a signal or `seconds` stop it; the block's results must be kept outside."""
+    stop = Stop()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        stop.reason, stop.code = REASONS[signal.Signals(number)]
+        raise _StopError
+
+    previous = {number: signal.signal(number, on_signal) for number in REASONS}
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds or 0)
+        yield stop
+    except _StopError:
+        pass
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
