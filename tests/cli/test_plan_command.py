@@ -67,7 +67,7 @@ def test_plan_of_huge_image_creates_no_batch(cli):
     """One image alone would be 48 GiB."""
     shape = ("--input-shape", "65536,65536,3")
     code, out, _ = cli("plan", "zoo:build", *shape, "--num-tiles", "height=2,width=1", "--halo", "carry")
-    assert code == 0 and re.search(r"2x1 tiles, predicted peak .* TiB instead of .* TiB", out)
+    assert code == 0 and re.search(r"2 rows of tiles, predicted peak .* TiB instead of .* TiB", out)
 
 
 def test_plan_of_keras_file_keeps_compiled_optimizer(cli, directory):
@@ -78,7 +78,7 @@ def test_plan_of_keras_file_keeps_compiled_optimizer(cli, directory):
     model.train_on_batch(np.zeros((1, 32, 32, 3)), np.zeros((1, 5)))
     model.save("net.keras")
     code, out, _ = cli("plan", "net.keras", "--num-tiles", "2,2", "--plot", "plan.png", "--html", "plan.html")
-    assert code == 0 and "SGD, the model's own loss" in out and "1 segment(s) in 2x2 tiles" in out
+    assert code == 0 and "SGD, the model's own loss" in out and "1 segment(s) in 2 rows x 2 columns of tiles" in out
     assert Path("plan.png").read_bytes().startswith(b"\x89PNG") and out.endswith("Written: plan.html\n")
     assert "segment1" in Path("plan.html").read_text() and "Written: plan.png" in out
     code, out, _ = cli("plan", "net.keras", "--num-tiles", "2,2", "--loss", "huber", "--optimizer", "adam")

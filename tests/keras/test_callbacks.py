@@ -252,7 +252,7 @@ def test_verbose_prints_plan_and_peak(capsys, monkeypatch):
     net().fit(X, Y, batch_size=4, epochs=2, callbacks=[callback], **SETTINGS)
     start, peak = capsys.readouterr().out.splitlines()
     assert start == f"tflms-sft: {callback.plan.headline()}"
-    assert start.startswith("tflms-sft: 1 segment(s) in 2x3 tiles, predicted peak ")
+    assert start.startswith("tflms-sft: 1 segment(s) in 2 rows x 3 columns of tiles, predicted peak ")
     assert peak.startswith("tflms-sft: peak of the first step not measured")
     assert callback.plan.measured is None
 

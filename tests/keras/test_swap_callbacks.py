@@ -259,7 +259,10 @@ def test_lms_with_tiles_equals_original(tmp_path):
     assert same(model, tiled) and len(callback.plan.segments) == 1
     assert all(np.allclose(a, b, rtol=1e-10, atol=1e-10) for a, b in zip(state(model), state(plain), strict=True))
     assert any("two_relu" in swap.tensor or swap.tensor.startswith("sft/") for swap in callback.plan.swaps)
-    assert "1 segment(s) in 2x2 tiles" in callback.plan.headline() and "swapped to disk" in callback.plan.headline()
+    assert (
+        "1 segment(s) in 2 rows x 2 columns of tiles" in callback.plan.headline()
+        and "swapped to disk" in callback.plan.headline()
+    )
 
 
 @pytest.mark.parametrize("strategy", ["chain_rule", "direct_order"])

@@ -185,7 +185,7 @@ def test_staged_plan_lists_all_passes():
     text = plan.summary()
     for part in (
         "schedule '1f1b'",
-        "4 segment(s) in 2x2 tiles",
+        "4 segment(s) in 2 rows x 2 columns of tiles",
         "tensor(s) of",
         "swap-in(s) per micro-batch",
         "inside the stages, for one micro-batch:",

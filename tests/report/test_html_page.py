@@ -60,8 +60,14 @@ def test_html_page_is_complete_and_self_contained(tmp_path):
     assert peaks[1][:4] == ["original", "256 MiB", "256 MiB", "1.00"]
     assert peaks[2] == ["rewritten", "64 MiB", "64 MiB", "1.00", "1.00 MiB", "records"]
     assert segments[1] == [
-        "segment1", "image -> pool & co", "tiles, recompute, 1 saved", "4x4", "64 MiB", "4.00 MiB", "90 -> 120 %",
-    ]  # fmt: skip
+        "segment1",
+        "image -> pool & co",
+        "tiles, recompute, 1 saved",
+        "4 rows x 4 columns",
+        "64 MiB",
+        "4.00 MiB",
+        "90 -> 120 %",
+    ]
     assert [row[0] for row in segments] == ["segment", "segment1", "-", "-", "step"]
     assert swaps[1] == ["a/tensor:0", "8.00 MiB", "1", "control<op>"] and left_out[1] == ["other:0", "too small"]
     assert largest[1:] == [

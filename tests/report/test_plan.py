@@ -4,6 +4,7 @@ import dataclasses
 import html
 import json
 import re
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -17,7 +18,7 @@ from tflms_sft import AutoParams, LMSParams, SegmentSpec, SFTParams
 from tflms_sft._report.memory_chart import MAX_LARGEST, Span, merge_spans
 from tflms_sft._report.op_names import short_op_names
 from tflms_sft._report.plan_records import PlannedSwap
-from tflms_sft._report.summary import rows
+from tflms_sft._report.summary import grid_text, rows, segments_text
 from tflms_sft._util.byte_sizes import format_bytes
 
 IMAGES = np.zeros((2, 32, 32, 3), "float32")
@@ -47,7 +48,7 @@ def plan(step):
 
 
 def test_headline_has_segments_tiles_and_peaks(plan):
-    assert plan.headline().startswith("2 segment(s) in 4x2, 3x1 tiles, predicted peak ")
+    assert plan.headline().startswith("2 segment(s) in 4 rows x 2 columns, 3 rows of tiles, predicted peak ")
     assert " instead of " in plan.headline() and "x the time" in plan.headline()
     assert "budget" not in plan.headline()
 
@@ -59,8 +60,8 @@ def test_summary_has_row_for_each_segment(plan):
     assert re.split(r"  +", headings.strip()) == columns
     assert set(rule) == {" ", "-"} and len({len(line) for line in (headings, rule, one, two, rest, whole)}) == 1
     cells = [re.split(r"  +", line.strip()) for line in (one, two, rest, whole)]
-    assert cells[0][:4] == ["segment1", "photo -> pool", "tiles, recompute", "4x2 / 2x2"]
-    assert cells[1][:4] == ["segment2", "pool -> four", "tiles, recompute", "3x1"]
+    assert cells[0][:4] == ["segment1", "photo -> pool", "tiles, recompute", "4 rows x 2 columns / 2 rows x 2 columns"]
+    assert cells[1][:4] == ["segment2", "pool -> four", "tiles, recompute", "3 rows"]
     assert cells[2][:4] == ["-", "everything else", "not rewritten", "-"]
     assert cells[3][0] == "step" and cells[3][-1] == f"100 -> {100 * plan.predicted.time_ratio:.0f} %"
     assert lines[0].startswith("  segment1: an iteration reads 12x18 of the entry, writes 4x8 of the exit and takes ")
@@ -296,3 +297,26 @@ def test_plot_file_has_given_name(plan, tmp_path):
 def test_plot_without_path_returns_figure(plan):
     pytest.importorskip("matplotlib")
     assert plan.plot().axes
+
+
+@pytest.mark.parametrize(
+    ("counts", "sizes", "text"),
+    [
+        ((2, 8, 1), (16, 64), "2 images x 8 rows"),
+        ((1, 8, 1), (16, 64), "groups x 8 rows"),
+        ((1, 6, 6), (16, 16), "6 rows x 6 columns"),
+        ((1, 1, 6), (64, 16), "6 columns"),
+        ((1, 1, 6), (1, 16), "6 spans"),
+        ((2, 64), (16,), "2 sequences x 64 spans"),
+        ((1, 2, 4, 3), (8, 8, 8), "2 slices x 4 rows x 3 columns"),
+        ((1, 1, 1), (64, 64), "1 tile"),
+    ],
+)
+def test_tile_counts_name_their_axes(counts, sizes, text):
+    segment = SimpleNamespace(tile_rows=(sizes, sizes), num_tiles=counts, backward_num_tiles=counts)
+    plan = SimpleNamespace(batch=2, segments=(segment,))
+    if text.startswith("groups"):
+        plan.batch, counts, text = 8, (4, *counts[1:]), f"4 {text}"
+        segment.num_tiles = segment.backward_num_tiles = counts
+    assert grid_text(plan, segment, counts) == text
+    assert segments_text(plan) == f"1 segment(s) in {text}" + ("" if text == "1 tile" else " of tiles")

@@ -17,6 +17,9 @@ MAX_SWAPS = 5
 MAX_LARGEST = 5
 """Number of tensors and other contributions to the peak that a report names."""
 
+ONE_TILE = "1 tile"
+"""Text of a loop of a single iteration."""
+
 _MAX_NAMES = 4
 """Number of names after which a list is truncated."""
 
@@ -55,7 +58,7 @@ def rows(plan: PlanRecord) -> list[Row]:
             segment.name,
             f"{_joined(segment.entries)} -> {_joined(segment.exits)}",
             decision(segment),
-            _tiles(segment),
+            _tiles(plan, segment),
             *_numbers(segment.waiting_bytes, segment.time_share),
         )
         for segment in plan.segments
@@ -107,8 +110,8 @@ def decision(segment: PlannedSegment) -> str:
     return text + (f", {len(segment.stored)} saved" if segment.stored else "")
 
 
-def _tiles(segment: PlannedSegment) -> str:
-    forward, backward = (grid_text(counts) if counts else "-" for counts in _grids(segment))
+def _tiles(plan: PlanRecord, segment: PlannedSegment) -> str:
+    forward, backward = (grid_text(plan, segment, counts) if counts else "-" for counts in _grids(segment))
     return forward if forward == backward else f"{forward} / {backward}"
 
 
@@ -274,15 +277,20 @@ def swap_text(plan: PlanRecord) -> str:
 
 def segments_text(plan: PlanRecord) -> str:
     """Return the number of segments, and of tiles in the loop of each that has most of them."""
-    largest = [max(filter(None, _grids(segment)), key=math.prod) for segment in plan.segments]
-    distinct = list(dict.fromkeys(map(grid_text, largest)))
-    grids = ", ".join(distinct[:4]) + (", ..." if len(distinct) > 4 else "")
-    return f"{len(plan.segments)} segment(s) in {grids} tiles"
+    grids = (grid_text(plan, s, max(filter(None, _grids(s)), key=math.prod)) for s in plan.segments)
+    distinct = sorted(dict.fromkeys(grids), key=lambda text: text != ONE_TILE)
+    text = ", ".join(distinct[:4]) + (", ..." if len(distinct) > 4 else "")
+    return f"{len(plan.segments)} segment(s) in {text}" + ("" if distinct[-1] == ONE_TILE else " of tiles")
 
 
-def grid_text(counts: tuple[int, ...]) -> str:
-    """Return the numbers of tiles as `4x4`, or `2x4x4` with several tiles along the batch."""
-    return "x".join(map(str, counts if counts[0] != 1 else counts[1:]))
+def grid_text(plan: PlanRecord, segment: PlannedSegment, counts: tuple[int, ...]) -> str:
+    """Return the numbers of tiles of a loop of a segment with their axes, such as `2 images x 8 rows`."""
+    batch, *spatial = counts
+    is_sequence = len(spatial) < 3 and all(size[0] == 1 for size in (*segment.tile_rows, spatial) if len(size) > 1)
+    axes = ["rows", "spans"] if is_sequence else ["slices", "rows", "columns"]
+    samples = "groups" if batch < plan.batch else "sequences" if is_sequence else "images"
+    numbered = zip([batch, *spatial], [samples, *axes[-len(spatial) :]], strict=True)
+    return " x ".join(f"{count} {axis}" for count, axis in numbered if count > 1) or ONE_TILE
 
 
 def _joined(names: tuple[str, ...]) -> str:
