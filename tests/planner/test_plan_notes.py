@@ -16,7 +16,7 @@ PARAMS = AutoParams(1000, headroom=0)
 def traced(plain_bytes):
     """A step of one second."""
     plain = Candidate([], SimpleNamespace(peak_bytes=plain_bytes), 1.0)
-    return SimpleNamespace(seconds=1.0, excess_bytes=0, plain=plain, fixed_bytes=0, devices=())
+    return SimpleNamespace(seconds=1.0, excess_bytes=0, plain=plain, fixed_bytes=0, devices=(), found=None)
 
 
 def search(ratio):

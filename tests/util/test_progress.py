@@ -1,8 +1,10 @@
 """A line while a plan is searched for, only if that takes long."""
 
+import io
 import time
 
 import pytest
+from gradients import gradient_step
 from training import BUDGET, SETTINGS, X, Y, net
 
 import tflms_sft
@@ -45,8 +47,48 @@ def test_slow_search_prints_before_plan(verbose, monkeypatch, capsys):
     if not verbose:
         assert not lines
         return
-    assert lines[0] == "tflms-sft: planning for a budget of 700 KiB ..."
-    assert lines[1].startswith("tflms-sft: 1 segment(s)") and "; planned in " in lines[1]
+    assert lines[:2] == ["tflms-sft: tracing the step ...", "tflms-sft: planning for a budget of 700 KiB ..."]
+    assert lines[2].startswith("tflms-sft: 1 segment(s)") and "; planned in " in lines[2]
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_terminal_has_one_line_with_time_and_best_plan(monkeypatch):
+    monkeypatch.setattr(progress, "SLOW_SECONDS", 0.01)
+    monkeypatch.setattr(progress, "UPDATE_SECONDS", 0.05)
+    stream, said = Terminal(), []
+    with told_if_slow("planning ...", said.append, stream) as watch:
+        time.sleep(0.1)
+        watch.found(1.504)
+        watch.found(1.213)
+        watch.found(2.0)
+        time.sleep(0.2)
+    first, *_, last = stream.getvalue().split("\r")[1:]
+    assert (first, last) == ("planning ... 0 s", "planning ... 0 s, best plan so far 1.21x the time\n") and not said
+
+
+def test_other_output_has_sparse_lines(monkeypatch):
+    monkeypatch.setattr(progress, "SLOW_SECONDS", 0.01)
+    monkeypatch.setattr(progress, "SPARSE_SECONDS", 0.1)
+    said = []
+    with told_if_slow("planning ...", said.append, io.StringIO()) as watch:
+        watch.found(0.9)
+        time.sleep(0.6)
+    assert said == ["planning ...", *["planning ... 0 s, best plan so far 1.00x the time"] * 2]
+
+
+def test_rewrite_tells_of_slow_work_on_stderr(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "SLOW_SECONDS", 0.001)
+    found = []
+    monkeypatch.setattr(progress.Stopwatch, "found", lambda watch, ratio: found.append(ratio))
+    model = net()
+    step = tflms_sft.rewrite(gradient_step(model), tflms_sft.AutoParams(BUDGET), X[:4])
+    out, err = capsys.readouterr()
+    assert out == "" and step.plan.changed and min(found) == pytest.approx(step.plan.predicted.time_ratio)
+    assert err.splitlines() == ["tflms-sft: tracing the step ...", "tflms-sft: planning for a budget of 700 KiB ..."]
 
 
 @pytest.mark.parametrize(
@@ -54,3 +96,8 @@ def test_slow_search_prints_before_plan(verbose, monkeypatch, capsys):
 )
 def test_planning_line_names_request(params, text):
     assert parse_request(params).aim() == text
+
+
+def test_planning_line_names_second_plan():
+    again = parse_request(tflms_sft.AutoParams(BUDGET)).aim(again=True)
+    assert again == "planning again with the measured peak, for a budget of 700 KiB"

@@ -520,17 +520,20 @@ class StepPatch:
         if self._params.pipeline is not None:
             return self._rewrite_pipeline(specs), specs
         now = self._now
-        traced, record = trace_keras_step(self._original, specs, self._unknown_sizes)
+        with told_if_slow("tflms-sft: tracing the step ...", self._say):
+            traced, record = trace_keras_step(self._original, specs, self._unknown_sizes)
         now.image_shapes = now.image_shapes or self._unknown_sizes.shapes()
         shape = self._image_batch_shape
         check_batch_shape(open_specs, self._batch_shape, self.model.name)
         if shape is None and self._params.has_budget:
             require_batch_size(traced)
-        with collector_paused(), told_if_slow(f"tflms-sft: {self._params.aim()} ...", self._say) as stopwatch:
+        aim = self._params.aim(again=now.is_replanned or now.correction_before is not None)
+        with collector_paused(), told_if_slow(f"tflms-sft: {aim} ...", self._say) as stopwatch:
             mode = CanonicalMode.EXACT if self._params.tiles is None else CanonicalMode.TILING
             analysed = analyse_step(traced, record, shape[0] if shape else None, mode)
             analysed.use_rates(self._rates())
             analysed.excess_bytes = self._excess_bytes
+            analysed.found = stopwatch.found
             analysed.devices = self.watch.devices
             analysed.in_used_process = bool(self.watch.has_earlier_work)
             analysed.variables += self._untouched_variable_bytes(traced)

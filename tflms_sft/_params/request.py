@@ -31,11 +31,20 @@ class RewriteRequest:
         """Tell whether a memory budget determines the plan, so that it holds up to one batch size."""
         return isinstance(self.tiles, AutoParams)
 
-    def aim(self) -> str:
-        """Return the text of the progress line for the time of planning."""
+    def aim(self, *, again: bool = False) -> str:
+        """Return the text of the progress line for the time of planning.
+
+        Args:
+            again: Whether a measured peak has corrected the memory model since the plan before.
+        """
         if isinstance(self.tiles, AutoParams):
             budget = self.tiles.without_plan().memory_budget
-            return f"planning for a budget of {'the free memory' if budget == AUTO else format_bytes(budget)}"
+            shown = "the free memory" if budget == AUTO else format_bytes(budget)
+            return (
+                f"planning again with the measured peak, for a budget of {shown}"
+                if again
+                else (f"planning for a budget of {shown}")
+            )
         if self.pipeline is not None:
             return "planning a pipeline"
         return "planning swaps" if self.tiles is None else "planning tiles"

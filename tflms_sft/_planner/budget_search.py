@@ -17,7 +17,7 @@ import functools
 import itertools
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 import tensorflow as tf
@@ -245,11 +245,13 @@ def _fitting(traced: TracedStep, search: TileSearch, params: AutoParams, least: 
     swap = swaps_within(params)
     alone = None if params.swap is False else _swaps_alone(traced, swap, limit)
     swapped = math.inf if alone is None else alone.seconds
+    _tell(traced, [] if alone is None else [alone])
     tiled = traced.seconds if alone is None else max(search.least_seconds(limit), traced.seconds)
     tiles = search.fastest_within(limit) if tiled < swapped else None
     if tiles is not None:
         tiled = max(tiles.time_ratio, 1.0) * traced.seconds
         options.append(FeasiblePlan(BudgetPlan(tiles.plans, search.left), tiled, tiles.peak.peak_bytes))
+        _tell(traced, options)
     if alone is not None and (tiles is None or swapped < tiled):
         ratios = [f"{max(seconds / traced.seconds, 1.0):.2f}x" for seconds in (tiled, swapped)]
         bound = "" if tiles is not None else " or more"
@@ -262,10 +264,18 @@ def _fitting(traced: TracedStep, search: TileSearch, params: AutoParams, least: 
         options += least.in_files.fastest_within(limit)
     if not options:
         options += least.swaps_alone(limit)
+    _tell(traced, options)
     fastest = min((option.seconds for option in options), default=math.inf)
     if params.swap is not False and fastest > slow:
         options += _together(traced, search, swap, limit, fastest)
     return sorted(options, key=lambda option: (max(option.seconds, traced.seconds), option.peak_bytes))
+
+
+def _tell(traced: TracedStep, plans: Iterable[FeasiblePlan]) -> None:
+    """Tell the listener of the step about plans that fit."""
+    for plan in plans:
+        if traced.found is not None:
+            traced.found(plan.seconds / traced.seconds)
 
 
 def _search(traced: TracedStep) -> TileSearch:
@@ -323,8 +333,11 @@ def _together(
             seconds = swaps.seconds(tuned, seconds)
             if seconds < fastest:
                 fastest = seconds
-                plan = BudgetPlan(tiles.plans, search.left, tuned, why=why)
-                yield FeasiblePlan(plan, seconds, swaps.peak_bytes(tuned))
+                both = FeasiblePlan(
+                    BudgetPlan(tiles.plans, search.left, tuned, why=why), seconds, swaps.peak_bytes(tuned)
+                )
+                _tell(traced, [both])
+                yield both
 
 
 class TilesInFiles:

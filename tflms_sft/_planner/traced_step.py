@@ -86,6 +86,7 @@ class TracedStep:
         excess_bytes: Measured less predicted memory of an earlier plan; expected of all plans.
         in_used_process: Whether much other memory had been in use in the process before the earlier plan ran.
         files: Rule that selects the results of tile loops that lie in files; `None` to hold all in memory.
+        found: Called with the time, over that of the original step, of each plan that a search finds within the budget.
         skeletons: Traces of skeletons, and names of their loops, by the reads and results of the loops.
         loop_memory: Memory estimates of planned tile loops.
         prepared: Analyses of its graph prepared for swaps: without copies by scopes, and with large ops in order by the
@@ -104,6 +105,7 @@ class TracedStep:
     excess_bytes: int = 0
     in_used_process: bool = False
     files: FileBuffers | None = None
+    found: Callable[[float], None] | None = dataclasses.field(default=None, repr=False)
     skeletons: dict[Hashable, tuple[AllocationTrace, dict[tuple[str, str], str]]] = dataclasses.field(
         init=False, default_factory=dict, repr=False
     )

@@ -47,10 +47,13 @@ from tflms_sft._rewrite.rewritten_step import RewrittenStep
 from tflms_sft._trace.layer_names import LayerRecord, display_names
 from tflms_sft._trace.step_tracing import arguments_of, batch_of, trace_step
 from tflms_sft._util.byte_sizes import format_excess
+from tflms_sft._util.progress import told_if_slow
 
 
 def rewrite(step: Any, params: Any, *example_args: Any, **example_kwargs: Any) -> RewrittenStep:
     """Return a step that computes the same as `step`, up to rounding, with less memory.
+
+    Tracing and planning print a line on stderr if they take more than two seconds.
 
     Args:
         step (tf.function | ConcreteFunction): A training step, which computes gradients and updates. A step without
@@ -85,7 +88,8 @@ def rewrite(step: Any, params: Any, *example_args: Any, **example_kwargs: Any) -
     if request.pipeline is not None:
         with collector_paused():
             return RewrittenStep(*build_pipeline(step, request, example_args, example_kwargs))
-    concrete_fn, record = trace_step(step, example_args, example_kwargs)
+    with told_if_slow("tflms-sft: tracing the step ...", _print_to_stderr, sys.stderr):
+        concrete_fn, record = trace_step(step, example_args, example_kwargs)
     return rewrite_concrete(concrete_fn, record, batch_of((example_args, example_kwargs)), request)
 
 
@@ -234,11 +238,13 @@ def rewrite_concrete(
         request: Tiles and swaps.
         excess_bytes: Measured peak less predicted peak of an earlier plan.
     """
-    with collector_paused():
+    aim = f"tflms-sft: {request.aim()} ..."
+    with collector_paused(), told_if_slow(aim, _print_to_stderr, sys.stderr) as stopwatch:
         mode = CanonicalMode.EXACT if request.tiles is None else CanonicalMode.TILING
         traced = analyse_step(concrete_fn, record, batch, mode)
         require_image_shapes(traced.analysis.graph)
         traced.excess_bytes = excess_bytes
+        traced.found = stopwatch.found
         traced.use_rates(machine_rates(_print_to_stderr) if request.has_budget else stored_rates())
         if request.has_budget:
             require_batch(traced, batch)
