@@ -1,5 +1,7 @@
 """Tests of `measure`: peaks, timelines, and restored variables."""
 
+import math
+
 import keras
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ import tensorflow as tf
 from gradients import gradient_step, model_of
 from keras import layers
 from pipelined import train_step
+from training import net as classifier
 
 import tflms_sft
 from rewriters.device import properties
@@ -16,8 +19,36 @@ from tflms_sft import PipelineParams, SFTParams
 from tflms_sft._report.op_names import short_op_names
 from tflms_sft._report.plan_records import Measurement
 from tflms_sft._rewrite.measure import read_peak, reset_peak
+from tflms_sft._util.byte_sizes import format_bytes
 
 SIZE = 128
+
+
+def test_first_call_above_its_budget_warns_once(monkeypatch):
+    """A device without statistics compares nothing, so the statistics are replaced."""
+    budget, reads = 700 * 1024, []
+
+    def read_peak(in_use, step_bytes, tiers):
+        reads.append(step_bytes)
+        return tflms_sft.Measurement(int(1.06 * budget), "allocator statistics")
+
+    monkeypatch.setattr("tflms_sft._rewrite.measure.reset_peak", lambda tiers: 0)
+    monkeypatch.setattr("tflms_sft._rewrite.measure.read_peak", read_peak)
+    images = tf.random.normal((4, 24, 24, 3), dtype=tf.float64)
+    step = tflms_sft.rewrite(gradient_step(classifier()), tflms_sft.AutoParams(budget), images)
+    tf.function(step)(images)
+    assert not reads
+    predicted = step.plan.predicted.peak_bytes
+    headroom = math.ceil((1 - predicted / int(1.06 * budget)) * 100) / 100
+    with pytest.warns(UserWarning) as caught:
+        step(images)
+    assert [str(warning.message) for warning in caught] == [
+        f"tflms-sft: the first call used 742 KiB, predicted {format_bytes(predicted)}, more than its budget of "
+        f"700 KiB. Leave more of the budget free, such as `headroom={headroom:g}`."
+    ]
+    assert step.plan.measured.peak_bytes == int(1.06 * budget) and 4 * 24 * 24 * 3 * 8 in reads[0]
+    step(images)
+    assert len(reads) == 1
 
 
 def net(size=SIZE):

@@ -173,7 +173,8 @@ class SFTParams:
 class AutoParams:
     """A memory budget, for which the planner searches tiles and swaps.
 
-    `rewrite` follows the prediction and measures nothing; `measure` tells whether the step keeps the budget.
+    `rewrite` follows the prediction. Where the device keeps memory statistics, the first call of the rewritten step is
+    compared with the budget, and an excess is a warning; `measure` measures any call on any device.
 
     Args:
         memory_budget (int | str): Upper bound for the bytes alive on the device at any moment of a step, weights and

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+import warnings
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,11 @@ from rewriters.step_importer import StepImporter
 from rewriters.swapping.tiers import Tier
 from tflms_sft._batches.batch_limits import BatchLimit, planned_size_error
 from tflms_sft._cluster.worker_watch import workers_watched
+from tflms_sft._planner.budget_search import excess_remedy
 from tflms_sft._report.plan import Plan
 from tflms_sft._sources.region_reads import read_errors
 from tflms_sft._trace.step_tracing import spec_of
+from tflms_sft._util.byte_sizes import format_bytes, format_excess
 
 _MAX_CHARACTERS = 600
 """Longest text of arguments in an error: a list may contain a whole image."""
@@ -29,6 +32,9 @@ class RewrittenStep:
 
     Call it like the original step. It keeps the variables of the original alive and may be called inside a
     `tf.function`. It cannot be differentiated, because its gradients are inside, and cannot be pickled.
+
+    The first call of a step with a budget, outside of a `tf.function`, is measured where the device keeps memory
+    statistics. A peak above the budget is a warning.
 
     Attributes:
         plan: The `Plan`: segments, swaps, predictions, and the measurement once there is one.
@@ -48,6 +54,7 @@ class RewrittenStep:
             batch_limit: Check of batches whose size the signature leaves open; `None` checks nothing.
         """
         self.plan = plan
+        self._is_measured = plan.memory_budget is None  # Only a budget is compared.
         self._original = original
         self._variables = tf_internals.living_variables(original)  # The trace holds handles only; `verify` retraces.
         self._importer = importer
@@ -83,7 +90,7 @@ class RewrittenStep:
         flat = self._flat(args, kwargs)
         try:
             with workers_watched(), read_errors(), without_gpu_optimizers():
-                return self._function(*flat)
+                return self._run(flat)
         except BaseException as error:
             self._importer.abandon()
             size_error = planned_size_error(error)
@@ -96,6 +103,26 @@ class RewrittenStep:
                     f"{error}"
                 ) from error
             raise
+
+    def _run(self, flat: list[Any]) -> Any:
+        """Run the step; measure the first call under a budget, and warn if it exceeds the budget."""
+        if self._is_measured or not tf.executing_eagerly():
+            return self._function(*flat)
+        from tflms_sft._rewrite.measure import read_peak, reset_peak  # That module measures steps of this class.
+
+        self._is_measured = True
+        in_use = reset_peak(self.tiers)
+        result = self._function(*flat)
+        if in_use is None:
+            return result
+        tf.nest.map_structure(lambda value: value.numpy() if hasattr(value, "numpy") else value, result)
+        arguments = (int(tf.size(tensor)) * tensor.dtype.size for tensor in flat)
+        step_bytes = [*tf_internals.variable_sizes(self.concrete_function), *arguments]
+        self.plan.measured = read_peak(in_use, step_bytes, self.tiers)
+        excess = excess_text(self.plan)
+        if excess:
+            warnings.warn(excess, stacklevel=3)
+        return result
 
     @property
     def tiers(self) -> list[Tier]:
@@ -162,6 +189,19 @@ class RewrittenStep:
             f"This step was rewritten for one signature. Expected: {self._signature}. Received: {received}. "
             "Rewrite the step for these arguments too."
         )
+
+
+def excess_text(plan: Plan) -> str:
+    """Return the warning for a measured peak above the budget of a plan; empty if it is not above."""
+    measured, budget = plan.measured, plan.memory_budget
+    if measured is None or budget is None or measured.peak_bytes <= budget:
+        return ""
+    used, limit = format_excess(measured.peak_bytes, budget)
+    remedy = excess_remedy(measured.peak_bytes / plan.predicted.peak_bytes, budget, is_used=False)
+    return (
+        f"tflms-sft: the first call used {used}, predicted {format_bytes(plan.predicted.peak_bytes)}, more than its "
+        f"budget of {limit}. {remedy}"
+    )
 
 
 def _is_fixed(spec: Any) -> bool:
