@@ -423,7 +423,7 @@ def test_check_model_unready_model_is_refused():
     with pytest.raises(TypeError, match="`model` must be a compiled `keras.Model`. Received: None"):
         with tflms_sft.budget(None, "1GiB"):
             raise AssertionError("not reached")
-    with pytest.raises(TypeError, match="`memory_budget` must be an int"):
+    with pytest.raises(TypeError, match="`memory_budget` must be a whole number of bytes"):
         with tflms_sft.budget(net(), 1.5):
             raise AssertionError("not reached")
 

@@ -32,8 +32,8 @@ def test_first_call_above_its_budget_warns_once(monkeypatch):
         reads.append(step_bytes)
         return tflms_sft.Measurement(int(1.06 * budget), "allocator statistics")
 
-    monkeypatch.setattr("tflms_sft._rewrite.measure.reset_peak", lambda tiers: 0)
-    monkeypatch.setattr("tflms_sft._rewrite.measure.read_peak", read_peak)
+    monkeypatch.setattr("tflms_sft._rewrite.rewritten_step.reset_peak", lambda tiers: 0)
+    monkeypatch.setattr("tflms_sft._rewrite.rewritten_step.read_peak", read_peak)
     images = tf.random.normal((4, 24, 24, 3), dtype=tf.float64)
     step = tflms_sft.rewrite(gradient_step(classifier()), tflms_sft.AutoParams(budget), images)
     tf.function(step)(images)

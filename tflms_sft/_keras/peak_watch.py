@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from rewriters.swapping.tiers import Tier
 from tflms_sft._report.plan_records import Measurement
-from tflms_sft._rewrite.measure import earlier_peak, read_peak, reset_peak
+from tflms_sft._rewrite.peak_statistics import earlier_peak, read_peak, reset_peak
 
 MIN_EARLIER_FRACTION = 0.25
 """Memory that others had in use before the first execution, over its peak, from which on the process counts as used."""

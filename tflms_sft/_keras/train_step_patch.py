@@ -61,7 +61,7 @@ from tflms_sft._pipeline.build import build_pipeline
 from tflms_sft._planner.traced_step import TracedStep, analyse_step, collector_paused
 from tflms_sft._report.plan import Plan, amend_plan
 from tflms_sft._report.plan_records import Measurement
-from tflms_sft._rewrite.measure import watch_tier
+from tflms_sft._rewrite.peak_statistics import watch_tier
 from tflms_sft._rewrite.rewrite import rewrite_traced
 from tflms_sft._sources.open_shapes import UnknownSizes, has_unknown_sizes
 from tflms_sft._sources.region_reads import read_errors

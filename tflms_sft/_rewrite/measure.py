@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -14,91 +13,18 @@ from rewriters.device import properties
 from rewriters.device.gpu_kernels import without_gpu_optimizers
 from rewriters.errors import RewriteError
 from rewriters.ir import tf_internals
-from rewriters.swapping.tiers import Tier
 from tflms_sft._params.device_names import remote_devices
 from tflms_sft._report.plan import amend_plan
 from tflms_sft._report.plan_records import Measurement, Timeline
 from tflms_sft._rewrite.measured_timeline import timelines as device_timelines
+from tflms_sft._rewrite.peak_statistics import read_peak, reset_peak
 from tflms_sft._rewrite.rewritten_step import RewrittenStep
 from tflms_sft._trace.step_tracing import is_concrete
 from tflms_sft._util.text import shortened
 
-STATISTICS_SOURCE = "allocator statistics"
 RECORDS_SOURCE = "allocation records of one step"
 
 _MAX_NAMES = 4
-
-
-def earlier_peak(devices: Sequence[str] = ()) -> int:
-    """Return the peak since the process began or the last `reset_peak`, in bytes; 0 without memory statistics."""
-    try:
-        return _statistic("peak", devices)
-    except (ValueError, RuntimeError, tf.errors.OpError):
-        return 0
-
-
-def _statistic(key: str, devices: Sequence[str] = ()) -> int:
-    """Return a sum over devices of a number of `get_memory_info`; by default that of the planned device."""
-    names = devices or (properties.name(),)
-    return sum(int(tf.config.experimental.get_memory_info(name)[key]) for name in names)
-
-
-def reset_peak(tiers: Iterable[Tier] = (), devices: Sequence[str] = ()) -> int | None:
-    """Start a measurement; return the bytes in use, or `None` if the device keeps no memory statistics."""
-    try:
-        for name in devices or (properties.name(),):
-            tf.config.experimental.reset_memory_stats(name)
-        in_use = _statistic("current", devices)
-    except (ValueError, RuntimeError, tf.errors.OpError):
-        return None
-    for tier in tiers:
-        watch_tier(tier)
-    return in_use
-
-
-def watch_tier(tier: Tier) -> None:
-    """Include a tier that was created after `reset_peak` in the measurement."""
-    tier.reset_peak(_take_allocator_peak)
-
-
-def _take_allocator_peak() -> int:
-    """Return the allocator's peak in bytes since the last call, and reset it."""
-    peak = int(tf.config.experimental.get_memory_info(properties.name())["peak"])
-    tf.config.experimental.reset_memory_stats(properties.name())
-    return peak
-
-
-def read_peak(
-    in_use: int, step_bytes: Sequence[int], tiers: Iterable[Tier] = (), devices: Sequence[str] = ()
-) -> Measurement | None:
-    """Return the peak of a step since `reset_peak`, without memory of others (data sets, other models).
-
-    Blocks below the size that the allocator's statistics count are added for the step's own tensors only.
-
-    Args:
-        in_use: Bytes in use when the step began.
-        step_bytes: Sizes of the step's own tensors that were in memory then, such as its variables.
-        tiers: Swap tiers of the step, which know the bytes of arrays that they hold.
-        devices: GPUs whose peaks are added up; by default the planned device alone.
-
-    Returns:
-        The peak, or `None` if the device keeps no statistics, or none of blocks so small.
-    """
-    swapped = max((tier.peak_bytes() for tier in tiers), default=0)
-    try:
-        peak = max(swapped, _statistic("peak", devices))
-    except (ValueError, RuntimeError, tf.errors.OpError):
-        return None
-    pool, min_counted_bytes = properties.pool(), properties.min_counted_bytes()
-    counted = [num_bytes for num_bytes in step_bytes if num_bytes >= min_counted_bytes]
-    for num_bytes in counted:
-        pool.allocate(num_bytes)
-    others = max(in_use - pool.in_use, 0)
-    if not peak or peak - others < sum(counted):
-        return None  # The allocator counts only blocks above a size: the peak would be too low.
-    names = " + ".join(devices) or properties.name()
-    source = f"{STATISTICS_SOURCE} of {names}" + (", and arrays read from disk" if swapped else "")
-    return Measurement(peak - others + sum(step_bytes) - sum(counted), source)
 
 
 def measure(step: Any, *args: Any, timelines: bool = False, **kwargs: Any) -> Measurement:

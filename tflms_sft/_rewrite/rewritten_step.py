@@ -19,6 +19,7 @@ from tflms_sft._batches.batch_limits import BatchLimit, planned_size_error
 from tflms_sft._cluster.worker_watch import workers_watched
 from tflms_sft._planner.budget_search import excess_remedy
 from tflms_sft._report.plan import Plan
+from tflms_sft._rewrite.peak_statistics import read_peak, reset_peak
 from tflms_sft._sources.region_reads import read_errors
 from tflms_sft._trace.step_tracing import spec_of
 from tflms_sft._util.byte_sizes import format_bytes, format_excess
@@ -104,12 +105,11 @@ class RewrittenStep:
                 ) from error
             raise
 
+    @tf.autograph.experimental.do_not_convert
     def _run(self, flat: list[Any]) -> Any:
         """Run the step; measure the first call under a budget, and warn if it exceeds the budget."""
         if self._is_measured or not tf.executing_eagerly():
             return self._function(*flat)
-        from tflms_sft._rewrite.measure import read_peak, reset_peak  # That module measures steps of this class.
-
         self._is_measured = True
         in_use = reset_peak(self.tiers)
         result = self._function(*flat)
