@@ -27,7 +27,7 @@ from __future__ import annotations
 import enum
 import functools
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -76,7 +76,11 @@ class CanonicalMode(enum.Enum):
 
 
 def read_canonical(
-    concrete_fn: Any, mode: CanonicalMode = CanonicalMode.TILING, *, merge_constants: bool = False
+    concrete_fn: Any,
+    mode: CanonicalMode = CanonicalMode.TILING,
+    *,
+    merge_constants: bool = False,
+    sizes: Mapping[int, int] | None = None,
 ) -> Graph:
     """Read a traced function and return its canonical graph.
 
@@ -85,6 +89,7 @@ def read_canonical(
         mode: Rewritings that are allowed.
         merge_constants: Whether to run step 10. Two traces of a step for different batch sizes are compared constant by
             constant: in one of them a batch size may equal another number.
+        sizes: `Graph.sizes` of the result.
     """
     graph = from_concrete_function(concrete_fn)
     graph.prune()
@@ -97,6 +102,7 @@ def read_canonical(
             outline = expand_fused_batch_norm.outline_fused_batch_norm if mode is CanonicalMode.TILING else None
             graph = expand_grouped_conv.expand_grouped_convolutions(concrete_fn, outline)
         graph.prune()
+    graph.sizes = sizes or {}
     graph = canonicalize_graph(graph, mode)
     if merge_constants:
         graph = run_pass(MergeConstants(), graph).graph

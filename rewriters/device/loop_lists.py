@@ -30,10 +30,10 @@ from rewriters.ir.loop_bodies import (
     branches_of,
     element_spec,
     function_of,
+    infer_shapes,
     is_folded,
     num_iterations,
     readers_of,
-    set_stack_lengths,
     source_of,
 )
 from rewriters.ir.op_traits import Trait, ops_with
@@ -54,21 +54,25 @@ _NOTHING = ListSize((), 0)
 def add_loop_facts(graph: Graph, runs: Mapping[str, Sequence[int]] | None = None) -> None:
     """Set the facts about loops, and about ops that create tensor lists, in place; unknown ones stay `None`.
 
-    The length of a list that grows in a loop is in no shape. The shapes of tensors that depend on it are estimated.
+    The length of a list that grows in a loop is in no shape. The shapes of tensors that depend on it, or on the `sizes`
+    of the graph, are estimated.
 
     Args:
         graph: A step, or the body of a loop.
         runs: How often each branch of conditionals of a body runs, by name, where it is known.
     """
     nodes = graph.nodes.values()
-    if not any(node.op in LOOPS | BRANCHES or any(dtype == tf.variant for dtype, _ in node.outputs) for node in nodes):
+    has_lists = any(
+        node.op in LOOPS | BRANCHES or any(dtype == tf.variant for dtype, _ in node.outputs) for node in nodes
+    )
+    if not has_lists and not graph.sizes:
         return
     _set_facts(graph, runs or {})
     estimate, lengths = graph, _open_lengths(graph)
     try:
-        while lengths:  # A loop over a stacked list has as many iterations.
+        while lengths or graph.sizes and estimate is graph:  # A loop over a stacked list has as many iterations.
             estimate = estimate.copy()
-            set_stack_lengths(estimate, lengths)
+            infer_shapes(estimate, lengths)
             _set_facts(estimate, runs or {})
             lengths = _open_lengths(estimate)
     except (ValueError, TypeError, RuntimeError, tf.errors.OpError):
@@ -79,10 +83,12 @@ def add_loop_facts(graph: Graph, runs: Mapping[str, Sequence[int]] | None = None
 
 def _take_estimates(graph: Graph, estimate: Graph) -> None:
     """Set facts about memory that hold for estimated shapes; bodies of loops keep the shapes that are certain."""
+    least = min(graph.sizes.values(), default=None)
     for node in graph.nodes.values():
         other = estimate.nodes[node.name]
         specs = enumerate(zip(node.outputs, other.outputs, strict=True))
-        shapes = {index: shape for index, ((_, before), (_, shape)) in specs if before != shape}
+        estimates = ((index, before, _with_one_open_size(shape, least)) for index, ((_, before), (_, shape)) in specs)
+        shapes = {index: shape for index, before, shape in estimates if before != shape}
         facts = node.loop
         if other.loop is not None and (facts is not None or other.loop.body is None):
             known = {key: getattr(other.loop, key) for key in ("lists", "lengths", "operand_buffers", "output_buffers")}
@@ -90,6 +96,17 @@ def _take_estimates(graph: Graph, estimate: Graph) -> None:
         if shapes:
             facts = dataclasses.replace(facts or LoopFacts({}), estimated_shapes=shapes)
         node.loop = facts
+
+
+def _with_one_open_size(shape: Shape, least: int | None) -> Shape:
+    """Return a shape with `least` for the second and later unknown sizes; as it is without `least`.
+
+    Sizes that depend on data, such as those of a padded table of groups of rows, multiply to about the number of rows.
+    """
+    if shape is None or least is None or None not in shape:
+        return shape
+    first = shape.index(None) + 1
+    return (*shape[:first], *(least if size is None else size for size in shape[first:]))
 
 
 def _set_facts(graph: Graph, runs: Mapping[str, Sequence[int]]) -> None:

@@ -38,6 +38,9 @@ Shape = tuple[int | None, ...] | None
 _KEEP_SIZE = ops_with(Trait.FORWARDS_BUFFER) | ops_with(Trait.REORDERS)
 """Ops whose result has the entries of operand 0."""
 
+_REDUCTIONS = ops_with(Trait.REDUCTION)
+"""Ops whose result has at most the entries of operand 0."""
+
 _OPAQUE = frozenset(dtype.as_datatype_enum for dtype in (tf.resource, tf.variant, tf.string))
 
 ELEMENT_ALIGNMENT_BYTES = 256
@@ -81,7 +84,8 @@ class LoopFacts:
             alike.
         runs: Number of iterations of the loop around a conditional in which an output is no empty optional, by output
             index, where it is known.
-        estimated_shapes: Estimates of the shapes that depend on the length of a list, by output index of any op.
+        estimated_shapes: Estimates of the shapes that depend on the length of a list or on `Graph.sizes`, by output
+            index of any op.
     """
 
     lists: Mapping[int, ListSize]
@@ -202,22 +206,31 @@ class Tensor(NamedTuple):
         shapes = {} if self.node.loop is None else self.node.loop.estimated_shapes
         return LoopFacts({}, estimated_shapes={0: shapes[self.index]}) if self.index in shapes else None
 
+    @property
+    def estimated_shape(self) -> Shape:
+        """Static shape, with estimates of unknown sizes where there are some."""
+        shape = self.node.outputs[self.index][1]
+        return shape if self.node.loop is None else self.node.loop.estimated_shapes.get(self.index, shape)
+
     def num_bytes(self, batch: int = 1) -> int:
         """Return the bytes of the tensor, with `batch` for each unknown size; 0 for an unknown rank.
 
         The bytes of a tensor list are those of its elements. Where several sizes are unknown, the operand of a reshape
-        or transposition may have fewer unknown ones.
+        or transposition may have fewer unknown ones. A reduction has at most the bytes of its operand.
         """
-        dtype, shape = self.node.outputs[self.index]
-        if self.node.loop is not None:
-            shape = self.node.loop.estimated_shapes.get(self.index, shape)
-        if shape is not None and shape.count(None) > 1 and self.node.op in _KEEP_SIZE and not self.index:
+        dtype, shape = self.dtype, self.estimated_shape
+        if self.node.op in _KEEP_SIZE and not self.index and shape is not None and shape.count(None) > 1:
             operand = self.node.inputs[0]
-            if operand.shape is not None and operand.shape.count(None) <= shape.count(None):
+            if operand.estimated_shape is not None and operand.estimated_shape.count(None) <= shape.count(None):
                 return operand.num_bytes(batch)
         if self.node.loop is not None and dtype == tf.variant and self.index in self.node.loop.lists:
             return self.node.loop.lists[self.index].num_bytes(batch)
-        return shape_bytes(dtype, shape, batch)
+        num_bytes = shape_bytes(dtype, shape, batch)
+        if self.node.op in _REDUCTIONS and shape is not None and None in shape:
+            operand = self.node.inputs[0]
+            if operand.shape is not None and operand.dtype == dtype:
+                return min(num_bytes, operand.num_bytes(batch))
+        return num_bytes
 
 
 @dataclasses.dataclass
@@ -235,6 +248,8 @@ class Graph:
         same_size: Pairs of positions in `inputs` whose unknown leading sizes are assumed to be equal.
         unordered: Names of stateful nodes that are ordered by their edges alone.
         variables: (dtype, shape) of the variable behind the handle that an input is, by the input's name.
+        sizes: Unknown leading sizes of the arguments that the step is planned for, by position in `inputs`; empty if
+            all of them are the batch size.
     """
 
     nodes: dict[str, Node]
@@ -247,6 +262,7 @@ class Graph:
     same_size: set[tuple[int, int]] = dataclasses.field(default_factory=set)
     unordered: set[str] = dataclasses.field(default_factory=set)
     variables: dict[str, tuple[tf.DType, Shape]] = dataclasses.field(default_factory=dict)
+    sizes: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     def copy(self) -> Graph:
         """Return a copy with its own nodes, so that edits do not reach this graph."""
@@ -272,6 +288,7 @@ class Graph:
             set(self.same_size),
             set(self.unordered),
             dict(self.variables),
+            self.sizes,
         )
 
     def add(self, node: Node) -> Node:

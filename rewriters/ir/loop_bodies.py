@@ -157,13 +157,17 @@ def _imported(
     return graph
 
 
-def set_stack_lengths(graph: Graph, lengths: Mapping[str, int]) -> None:
-    """Infer the shapes of a graph in place for given lengths of lists that `TensorListStack` stacks.
+def infer_shapes(graph: Graph, lengths: Mapping[str, int]) -> None:
+    """Infer the shapes of a graph in place, for its `sizes` and for lengths of lists that `TensorListStack` stacks.
 
     Args:
         graph: A copy of a graph, which is of no use if TensorFlow cannot infer its shapes.
         lengths: Lengths by the name of the `TensorListStack`.
     """
+    for position, size in graph.sizes.items():
+        tensor = graph.inputs[position]
+        assert tensor.shape
+        tensor.node.outputs = [(tensor.dtype, (size, *tensor.shape[1:]))]
     for name, length in lengths.items():
         node = graph.nodes[name]
         node.attrs = {**node.attrs, "num_elements": tf.compat.v1.AttrValue(i=length)}

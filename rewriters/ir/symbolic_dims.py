@@ -95,7 +95,8 @@ class LeadingSizes:
         The assumption concerns arguments. `Graph.same_size` holds it, and the rewritten step checks it when it runs.
 
         Returns:
-            Whether the sizes are equal or now assumed to be. Different numbers, and sizes of no argument, are not.
+            Whether the sizes are equal or now assumed to be. Different numbers, sizes of no argument, and arguments of
+            which `Graph.sizes` has different sizes are not.
         """
         if self.provably_equal(a, b):
             return True
@@ -105,6 +106,8 @@ class LeadingSizes:
         if not isinstance(a, SymbolicDim) or not isinstance(b, SymbolicDim) or not a.arguments or not b.arguments:
             return False
         first, *others = sorted(a.arguments | b.arguments)
+        if len({self._graph.sizes.get(position) for position in (first, *others)}) > 1:
+            return False
         self._graph.same_size.update((first, other) for other in others)
         self._join({first, *others})
         return True

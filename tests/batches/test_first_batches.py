@@ -39,9 +39,19 @@ def test_peeked_batches_at_end_raises_stop_iteration():
         PeekedBatches(data, 4)
 
 
-def test_can_peek_ragged_or_other_iterators_is_false():
+def test_can_peek_tensors_of_data_sets_but_not_other_iterators():
     ragged = tf.data.Dataset.from_tensors(tf.ragged.constant([[1.0], [1.0, 2.0]]))
-    assert can_peek(iterator()) and not can_peek(iter(ragged)) and not can_peek(iter([1]))
+    structures = ragged.window(1)
+    assert can_peek(iterator()) and can_peek(iter(ragged))
+    assert not can_peek(iter(structures)) and not can_peek(iter([1]))
+
+
+def test_replayed_ragged_batch_keeps_its_spec():
+    ragged = tf.data.Dataset.from_tensors(tf.ragged.constant([[1.0], [1.0, 2.0]]))
+    peeked = PeekedBatches(iter(ragged), 1)
+    replayed = peeked.replay()
+    assert replayed.element_spec == peeked.spec
+    assert next(replayed).to_list() == [[1.0], [1.0, 2.0]]
 
 
 def test_wait_until_stable_returns_after_constant_values():

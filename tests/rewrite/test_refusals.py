@@ -158,3 +158,30 @@ def test_batch_larger_than_the_budget_was_planned_for_is_refused():
         rewritten(images, labels)
     assert all((before == after.numpy()).all() for before, after in zip(weights, model.weights, strict=True))
     tflms_sft.rewrite(step, SFTParams(num_tiles=(2, 2)), *BATCH)(images, labels)
+
+
+def test_larger_leading_sizes_of_a_step_that_is_not_rewritten_run():
+    """Rows of a table and samples have sizes of their own; one that is predicted to exceed the budget is told once."""
+    weight = tf.Variable(np.ones((8, 256), np.float32))
+
+    @tf.function(
+        input_signature=[tf.TensorSpec((None, 8)), tf.TensorSpec((None,), tf.int32), tf.TensorSpec((None, 256))]
+    )
+    def step(rows, owner, targets):
+        with tf.GradientTape() as tape:
+            samples = tf.math.unsorted_segment_sum(tf.tanh(rows @ weight), owner, tf.shape(targets)[0])
+            loss = tf.reduce_mean((samples - targets) ** 2)
+        weight.assign_sub(0.1 * tape.gradient(loss, weight))
+        return loss
+
+    def batch(rows, samples):
+        return np.ones((rows, 8), np.float32), np.arange(rows, dtype=np.int32) % samples, np.ones((samples, 256), "f4")
+
+    peak = tflms_sft.rewrite(step, AutoParams("1GiB"), *batch(64, 4)).plan.predicted.peak_bytes
+    rewritten = tflms_sft.rewrite(step, AutoParams(int(1.2 * peak), headroom=0), *batch(64, 4))
+    assert not rewritten.plan.changed
+    rewritten(*batch(60, 3))
+    with pytest.warns(
+        UserWarning, match="a batch of 6400, 6400, 4 is predicted to need .*runs this batch, too. Rewrite"
+    ):
+        assert np.isfinite(rewritten(*batch(6400, 4)))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import re
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,10 @@ import tensorflow as tf
 from rewriters.errors import RewriteError
 from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._planner.budget_search import limit_of
-from tflms_sft._planner.traced_step import TracedStep, collector_paused, predict
+from tflms_sft._planner.traced_step import TracedStep, collector_paused, predict, with_sizes
 from tflms_sft._report.plan import Plan
+from tflms_sft._trace.step_tracing import arguments_of
+from tflms_sft._util.byte_sizes import format_bytes
 
 
 def is_image(shape: tf.TensorShape) -> bool:
@@ -59,7 +62,7 @@ def require_batch_size(traced: Any) -> None:
     Raises:
         RewriteError: With the remedy.
     """
-    for tensor in _arguments(traced):
+    for tensor in arguments_of(traced):
         if is_image(tensor.shape) and tensor.shape[0] is None:
             raise RewriteError(
                 f"A budget needs a known batch size. Received: argument `{tensor.name}` of shape {tensor.shape}. "
@@ -67,9 +70,12 @@ def require_batch_size(traced: Any) -> None:
             )
 
 
-def _arguments(traced: Any) -> list[Any]:
-    """Return the inputs of a traced step without its captured tensors."""
-    return traced.inputs[: len(traced.inputs) - len(traced.captured_inputs)]
+def with_planned_sizes(leaves: Sequence[Any], specs: Sequence[Any]) -> list[Any]:
+    """Return the arguments of a step, with their planned shapes, from the leaves of a batch and the planned specs."""
+    pairs = ((t, spec) for t, spec in zip(leaves, specs, strict=True) if t is not None)
+    checked = [ensure_planned_size(t, spec.shape) if isinstance(spec, tf.TensorSpec) else t for t, spec in pairs]
+    flat: list[Any] = tf.nest.flatten(checked, expand_composites=True)
+    return flat
 
 
 def ensure_planned_size(tensor: Any, shape: Any) -> Any:
@@ -108,62 +114,106 @@ def planned_size_error(error: BaseException) -> RewriteError | None:
 
 
 class BatchLimit:
-    """The batch sizes that a plan for a budget is valid for.
+    """The leading sizes of a batch that a plan for a budget is valid for.
 
-    A batch smaller than the planned one needs less memory. A larger batch needs other tiles or swaps, so a rewritten
-    step refuses it. A step that is not rewritten may accept it. Its peak is then predicted once for each size, because
-    live bytes grow at most linearly with the batch, but fragmentation does not.
+    A smaller batch than the planned one needs less memory. A larger one needs other tiles or swaps, so a rewritten step
+    refuses it. A step that is not rewritten runs it, and tells if its peak is predicted to exceed the budget. The peak
+    is predicted for each size, because live bytes grow at most linearly with the batch, but fragmentation does not.
 
     Args:
         plan: The plan.
         traced: The step.
         params: The budget, in bytes.
-        remedy: Sentence of errors about a larger batch. `None`: the remedy for a Keras callback.
+        remedy: Sentence about a larger batch. `None`: the remedy for a Keras callback.
+        tell: Called with a line about a batch that is predicted to exceed the budget; `None` warns.
     """
 
-    def __init__(self, plan: Plan, traced: TracedStep, params: AutoParams, remedy: str | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        traced: TracedStep,
+        params: AutoParams,
+        remedy: str | None = None,
+        tell: Callable[[str], None] | None = None,
+    ) -> None:
         self._batch = plan.batch
+        self._sizes = traced.analysis.graph.sizes
+        self._arguments = arguments_of(traced.concrete_fn)
         self._traced = None if plan.changed else traced
         self._limit = limit_of(traced, params)
+        self._budget = int(params.memory_budget)
         self._remedy = remedy
-        self._fits_by_batch_size: dict[int, bool] = {}
+        self._tell = tell or (lambda text: warnings.warn(text, stacklevel=2))
+        self._peaks: dict[tuple[tuple[int, int], ...], int] = {}
+        self._told = False
 
     def check_batch(self, tensors: Sequence[Any]) -> list[Any]:
-        """Return the tensors of a batch with a run-time check of those that have the batch axis and an open size."""
+        """Return the arguments of the step with a run-time check of those that have an open, limited leading size."""
         max_rank = max((t.shape.rank or 0 for t in tensors), default=0)
-        has_batch = [is_image(t.shape) or max_rank > 0 and t.shape.rank == max_rank for t in tensors]
-        return [
-            self.check(t) if batched and t.shape[0] is None and isinstance(t, tf.Tensor) else t
-            for t, batched in zip(tensors, has_batch, strict=True)
-        ]
+        limits = {
+            position: self._sizes.get(position, self._batch)
+            for position, t in enumerate(tensors)
+            if isinstance(t, tf.Tensor) and t.shape.rank and t.shape[0] is None
+            if position in self._sizes or not self._sizes and (is_image(t.shape) or t.shape.rank == max_rank)
+        }
+        check = self._refuse_larger if self._traced is None else self._tell_larger
+        return check(list(tensors), limits) if limits else list(tensors)
 
-    def check(self, tensor: Any) -> Any:
-        """Return a tensor of unknown batch size with a run-time check that its batch is not too large."""
-        batch_size = tf.shape(tensor)[0]
-        fits = batch_size <= self._batch
-        unit, remedy = "sample(s)", "Let the first batch be the largest."
-        if is_image(tensor.shape):
-            unit, remedy = "images", "Give the largest batch as `batch_shape=`."
-        remedy = self._remedy or remedy
-        if self._traced is None:
-            text = f"The plan holds for batches of up to {self._batch} {unit}. {remedy}"
-            return assert_in_step(tensor, fits, text, batch_size)
+    def _refuse_larger(self, tensors: list[Any], limits: Mapping[int, int]) -> list[Any]:
+        """Return the arguments of a rewritten step, which a larger batch fails."""
+        for position, limit in limits.items():
+            tensor, size = tensors[position], tf.shape(tensors[position])[0]
+            unit, remedy = f"{limit} sample(s)", "Let the first batch be the largest."
+            if self._sizes:
+                unit = f"{limit} rows of argument `{self._arguments[position].op.name}`"
+            if is_image(tensor.shape):
+                unit, remedy = f"{limit} images", "Give the largest batch as `batch_shape=`."
+            text = f"The plan holds for batches of up to {unit}. {self._remedy or remedy}"
+            tensors[position] = assert_in_step(tensor, size <= limit, text, size)
+        return tensors
 
-        def predict_fit() -> Any:
-            return tf.ensure_shape(tf.numpy_function(self._fits, [batch_size], tf.bool, stateful=False), ())
+    def _tell_larger(self, tensors: list[Any], limits: Mapping[int, int]) -> list[Any]:
+        """Return the arguments of a step that is not rewritten, which tells of a larger batch."""
+        sizes = tf.stack([tf.shape(tensors[position])[0] for position in limits])
 
-        text = (
-            f"The plan holds for batches of {self._batch} {unit}, and for larger ones whose predicted peak is within "
-            f"the budget. {remedy}"
-        )
-        return assert_in_step(tensor, tf.cond(fits, lambda: True, predict_fit), text, batch_size)
+        def predict_peak() -> Any:
+            tell = functools.partial(self._tell_if_over, tuple(limits))
+            return tf.ensure_shape(tf.numpy_function(tell, [sizes], tf.bool, stateful=False), ())
 
-    def _fits(self, batch_size: Any) -> Any:
-        """Tell whether the original step is predicted to keep the budget with this batch size."""
-        size = int(batch_size)
-        if size not in self._fits_by_batch_size:
-            assert self._traced is not None
+        fits = tf.reduce_all(sizes <= list(limits.values()))
+        with tf.control_dependencies([tf.cond(fits, lambda: True, predict_peak)]):
+            return [tf.identity(t) if position in limits else t for position, t in enumerate(tensors)]
+
+    def fits(self, sizes: Mapping[int, int]) -> bool:
+        """Tell whether the original step is predicted to keep the budget with these leading sizes of its arguments.
+
+        A step that was traced for one of the sizes alone is traced and planned again for another.
+        """
+        traced = {position: t.shape[0] for position, t in enumerate(self._arguments) if t.shape.rank}
+        if any(traced.get(position) not in (None, size) for position, size in sizes.items()):
+            return False
+        return self._peak_bytes(sizes) <= self._limit
+
+    def _peak_bytes(self, sizes: Mapping[int, int]) -> int:
+        assert self._traced is not None
+        key = tuple(sorted(sizes.items()))
+        if key not in self._peaks:
             with collector_paused():
-                peak, _ = predict(dataclasses.replace(self._traced, batch=size), [])
-            self._fits_by_batch_size[size] = peak.peak_bytes <= self._limit
-        return np.bool_(self._fits_by_batch_size[size])
+                peak, _ = predict(with_sizes(self._traced, sizes), [])
+            self._peaks[key] = peak.peak_bytes
+        return self._peaks[key]
+
+    def _tell_if_over(self, positions: Sequence[int], sizes: Any) -> Any:
+        """Tell once that a batch is predicted to exceed the budget; return whether it is."""
+        batch = dict(zip(positions, map(int, sizes), strict=True))
+        peak = self._peak_bytes(batch)
+        if peak > self._limit and not self._told:
+            self._told = True
+            planned = ", ".join(str(self._sizes.get(position, self._batch)) for position in positions)
+            remedy = self._remedy or "Give the largest batch as `batch_shape=`, or let it be the first."
+            self._tell(
+                f"tflms-sft: a batch of {', '.join(map(str, batch.values()))} is predicted to need "
+                f"{format_bytes(peak)}, more than the budget of {format_bytes(self._budget)} allows with its headroom. "
+                f"The step was planned for {planned}, is not rewritten, and runs this batch, too. {remedy}"
+            )
+        return np.bool_(peak > self._limit)

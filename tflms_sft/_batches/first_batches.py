@@ -25,16 +25,23 @@ MAX_WAIT_SECONDS = 5.0
 _POLL_SECONDS = 0.01
 
 
+_KINDS = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
+
+
 def can_peek(iterator: Any) -> bool:
-    """Tell whether batches can be taken out of an iterator and replayed: it is of a data set of dense tensors."""
+    """Tell whether batches can be taken out of an iterator and replayed: it is of a data set of tensors."""
     if not isinstance(iterator, tf.data.Iterator):
         return False
-    return all(isinstance(spec, tf.TensorSpec) for spec in tf.nest.flatten(iterator.element_spec))
+    return all(isinstance(spec, _KINDS) for spec in tf.nest.flatten(iterator.element_spec))
 
 
-def varies_in_size(iterator: Any) -> bool:
-    """Tell whether batches of a data set of dense tensors may differ in more than the number of samples."""
-    return any(spec.shape.rank and None in spec.shape[1:] for spec in tf.nest.flatten(iterator.element_spec))
+def varies_in_size(iterator: Any, *, leading: bool = False) -> bool:
+    """Tell whether batches of a data set may differ in size, in other axes than the first unless `leading` is set.
+
+    Components of ragged and sparse tensors may.
+    """
+    specs, first = tf.nest.flatten(iterator.element_spec), 0 if leading else 1
+    return any(not isinstance(spec, tf.TensorSpec) or spec.shape.rank and None in spec.shape[first:] for spec in specs)
 
 
 class PeekedBatches:
@@ -63,7 +70,7 @@ class PeekedBatches:
     def replay(self) -> Any:
         """Return an iterator over these batches with the element spec of the original iterator."""
         spec = self.spec
-        if self._number > 1:
+        if self._number > 1 or not all(isinstance(leaf, tf.TensorSpec) for leaf in tf.nest.flatten(spec)):
 
             def generate() -> Iterator[Any]:
                 yield self.first
@@ -90,7 +97,7 @@ class PeekedBatches:
 
     def bytes_on_device(self) -> list[int]:
         """Return the sizes of those tensors of the first batch that lie in the measured memory."""
-        tensors = tf.nest.flatten(self.first)
+        tensors = tf.nest.flatten(self.first, expand_composites=True)
         return [int(tf.size(t)) * t.dtype.size for t in tensors if t.device.endswith(properties.name())]
 
 

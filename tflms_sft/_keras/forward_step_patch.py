@@ -20,7 +20,6 @@ from tflms_sft._keras.model_checks import check_runs_graph, check_trainer, reaso
 from tflms_sft._keras.step_kinds import StepKind
 from tflms_sft._keras.train_step_patch import StepPatch
 from tflms_sft._params.request import RewriteRequest
-from tflms_sft._params.tile_params import AutoParams
 
 EVALUATION = StepKind("test_step", "test_function", "make_test_function", "_tflms_sft_evaluation")
 PREDICTION = StepKind("predict_step", "predict_function", "make_predict_function", "_tflms_sft_prediction")
@@ -145,9 +144,7 @@ class ForwardStepPatch(StepPatch):
 
 def forward_request(params: RewriteRequest) -> RewriteRequest | None:
     """Return the part of a request that applies to a step without gradients: its tiles; `None` if it has none."""
-    tiles = params.tiles
-    if isinstance(tiles, AutoParams):
-        tiles = tiles.without_plan()  # It is that of the training.
+    tiles = params.without_plan().tiles  # A saved plan is that of the training.
     return None if tiles is None else RewriteRequest(tiles)
 
 

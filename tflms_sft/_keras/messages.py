@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+
 from rewriters.device import properties
 from rewriters.errors import BudgetError
 from tflms_sft._planner.budget_search import excess_remedy
@@ -57,7 +60,7 @@ def many_sizes_line(number: int) -> str:
     """Return the line for a training whose batches have so many sizes."""
     return (
         f"tflms-sft: batches of {number} sizes so far; each size is traced and planned separately, which takes time. "
-        "Resize or pad batches to fewer sizes."
+        "Resize or pad batches to fewer sizes, or let the largest batch be the first."
     )
 
 
@@ -80,6 +83,15 @@ def over_budget_error(plan: Plan, *, is_used: bool) -> BudgetError:
     error.smallest_bytes = plan.measured.peak_bytes
     error.tensor = plan.predicted.largest[0][0] if plan.predicted.largest else ""
     return error
+
+
+def rewritten_twice_error(step: str, model: str, first: str, second: str) -> ValueError:
+    """Return the error for a step of a model that two callbacks or contexts rewrite."""
+    return ValueError(
+        f"The {step.replace('_', ' ')} of model {model!r} is rewritten twice: by {first} and by {second}. Use one of "
+        "them: `MemoryBudget` and `budget` choose segments and swaps (`swap=LMSParams(...)` restricts the swaps), "
+        "`SFT` accepts several segments in `segments=`, and `LMS(tiles=SFTParams(...))` tiles first."
+    )
 
 
 def peak_line(plan: Plan, *, is_replanned: bool) -> str:
@@ -117,3 +129,11 @@ def forward_over_budget_line(called: str, plan: Plan) -> str:
     used, budget = format_excess(plan.measured.peak_bytes, plan.memory_budget or 0)
     predicted = format_bytes(plan.predicted.peak_bytes)
     return f"tflms-sft: {called}: measured peak {used}, predicted {predicted} - OVER the budget of {budget}"
+
+
+def tell(say: Callable[[str], None] | None, text: str) -> None:
+    """Print a line with `say`, or warn where no lines are printed."""
+    if say is None:
+        warnings.warn(text, stacklevel=2)
+    else:
+        say(text)

@@ -14,6 +14,7 @@ Evaluation and prediction work alike with another `StepKind`; see `forward_step_
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import warnings
 from collections.abc import Callable, Generator
@@ -33,13 +34,12 @@ from rewriters.swapping.tiers import Tier
 from tflms_sft._batches.batch_limits import (
     BatchLimit,
     check_batch_shape,
-    ensure_planned_size,
-    is_image,
     planned_size_error,
     require_batch_size,
+    with_planned_sizes,
 )
 from tflms_sft._batches.first_batches import PeekedBatches, can_peek, varies_in_size
-from tflms_sft._batches.planned_step import PlannedStep, Shapes, shapes_of, with_sizes
+from tflms_sft._batches.planned_step import PlannedStep, Shapes, positions_of, shapes_of, step_for, with_sizes
 from tflms_sft._cluster.worker_watch import workers_watched
 from tflms_sft._keras.messages import (
     MANY_SIZES,
@@ -49,6 +49,8 @@ from tflms_sft._keras.messages import (
     many_sizes_line,
     over_budget_error,
     over_budget_warning,
+    rewritten_twice_error,
+    tell,
 )
 from tflms_sft._keras.model_checks import build_optimizer, check_model
 from tflms_sft._keras.peak_watch import PeakWatch
@@ -65,6 +67,7 @@ from tflms_sft._rewrite.peak_statistics import watch_tier
 from tflms_sft._rewrite.rewrite import rewrite_traced
 from tflms_sft._sources.open_shapes import UnknownSizes, has_unknown_sizes
 from tflms_sft._sources.region_reads import read_errors
+from tflms_sft._trace.layer_names import LayerRecord
 from tflms_sft._trace.step_tracing import keras_function, trace_keras_step
 from tflms_sft._util.progress import Stopwatch, told_if_slow
 
@@ -106,6 +109,7 @@ class StepPatch:
     ) -> None:
         self.model = model
         self._say = say
+        self._tell = functools.partial(tell, say)
         self._owner = owner
         self._training = training
         self._params = params
@@ -154,13 +158,7 @@ class StepPatch:
             if previous._training is not None:  # A `with` block removes its own patch.
                 previous.restore()
             if previous._training is None or same_fit:
-                step = self.kind.step.replace("_", " ")
-                raise ValueError(
-                    f"The {step} of model {model.name!r} is rewritten twice: by {previous._owner} and by "
-                    f"{self._owner}. Use one of them: `MemoryBudget` and `budget` choose segments and swaps "
-                    "(`swap=LMSParams(...)` restricts the swaps), `SFT` accepts several segments in `segments=`, and "
-                    "`LMS(tiles=SFTParams(...))` tiles first."
-                )
+                raise rewritten_twice_error(self.kind.step, model.name, previous._owner, self._owner)
         self._insert()
         self._replace_function_with_patch()
 
@@ -346,13 +344,6 @@ class StepPatch:
         has_epochs = self.kind is TRAINING and self._training is not None
         self._tell(later_excess_line(plan, measured, has_epochs=has_epochs))
 
-    def _tell(self, text: str) -> None:
-        """Print a line, or warn where no lines are printed."""
-        if self._say is None:
-            warnings.warn(text, stacklevel=2)
-        else:
-            self._say(text)
-
     def plan_again_after_excess(self) -> None:
         """Discard the plans that a later step exceeded the budget with, so that the next step is planned again.
 
@@ -416,7 +407,8 @@ class StepPatch:
 
     def _has_open_sizes(self, iterator: Any) -> bool:
         """Tell whether each batch of a data set is looked at, since it may have a size and a plan of its own."""
-        return self._can_select_size and (varies_in_size(iterator) or has_unknown_sizes(self.model))
+        varies = varies_in_size(iterator, leading=self._params.has_budget)
+        return self._can_select_size and (varies or has_unknown_sizes(self.model))
 
     def _select_size(self, batch: Any) -> None:
         """Continue with the step for the size of a batch. It is planned when it runs for the first time."""
@@ -429,12 +421,11 @@ class StepPatch:
             self._now.shapes = shapes
         if self._now.holds_for(shapes, image_shapes):
             return
-        fitting = (planned for planned in self._planned if planned.holds_for(shapes, image_shapes))
-        self._now = next(fitting, None) or self._for_new_size(shapes, image_shapes)
+        self._now = step_for(self._planned, shapes, image_shapes) or self._for_new_size(shapes, image_shapes)
 
     def _for_new_size(self, shapes: Shapes, image_shapes: Shapes) -> PlannedStep:
         """Return a step for another size."""
-        self._now = PlannedStep(shapes, image_shapes)
+        self._now = PlannedStep(shapes, image_shapes, has_margin=len(self._planned) + 1 >= MANY_SIZES)
         self._planned.append(self._now)
         if len(self._planned) == MANY_SIZES:
             self._tell(many_sizes_line(len(self._planned)))
@@ -450,10 +441,12 @@ class StepPatch:
 
     @property
     def _image_batch_shape(self) -> tuple[int, ...] | None:
-        """Shape of the largest batch of images of one replica: as given, or that of the first batch."""
+        """Shape of the largest batch of images of one replica: as given, or that of the first batch if it is larger."""
+        shape = self._now.largest_shape
         if self._batch_shape is None:
-            return max(self._now.all_shapes, key=len, default=None)
-        return (-(-self._batch_shape[0] // self._num_replicas), *self._batch_shape[1:])
+            return shape
+        batch = -(-self._batch_shape[0] // self._num_replicas)
+        return (max(batch, *shape[:1]) if shape else batch, *self._batch_shape[1:])
 
     @tf.autograph.experimental.do_not_convert
     def step(self, data: Any) -> Any:
@@ -464,10 +457,10 @@ class StepPatch:
         if tf.executing_eagerly():
             return self._original(data)
         now = self._now
-        specs = tf.nest.pack_sequence_as(data, list(map(self._spec, tf.nest.flatten(data), itertools.count())))
+        leaves = tf.nest.flatten(data)
+        specs = tf.nest.pack_sequence_as(data, list(map(self._spec, leaves, positions_of(leaves))))
         key = tuple(tf.nest.flatten(specs))
-        if not now.shapes and all(s is None or s.shape.is_fully_defined() for s in key):
-            now.shapes = [() if s is None else tuple(s.shape) for s in key]
+        now.use_static_shapes(key)
         if key not in now.importers:
             # Not under `tf.init_scope`, which would pause the gradient tapes of the step.
             now.importers[key] = self._rewrite(specs, tf.nest.map_structure(self._open_spec, data))
@@ -475,11 +468,11 @@ class StepPatch:
                 for tier in now.importers[key][0].tiers:
                     watch_tier(tier)
         importer, planned = now.importers[key]
-        flat = [t for t in tf.nest.flatten(data) if t is not None]
-        flat = flat if now.batch_limit is None else now.batch_limit.check_batch(flat)
-        pairs = zip(flat, [s for s in tf.nest.flatten(planned) if s is not None], strict=True)
-        checked = [ensure_planned_size(t, s.shape) if isinstance(s, tf.TensorSpec) else t for t, s in pairs]
-        return importer(tf.nest.flatten(checked, expand_composites=True))
+        arguments = with_planned_sizes(leaves, tf.nest.flatten(planned))
+        # A step that is not rewritten runs larger batches, too, which `PlannedStep.extend` predicts before.
+        if now.batch_limit is not None and now.plan is not None and (now.plan.changed or not self._selects_size):
+            arguments = now.batch_limit.check_batch(arguments)
+        return importer(arguments)
 
     @tf.autograph.experimental.do_not_convert
     def _run_replicas(self, data: Any) -> Any:
@@ -501,15 +494,9 @@ class StepPatch:
 
     def _spec(self, tensor: Any, position: int) -> Any:
         """Return the spec of one input, with the sizes of the first batch where those of the data set are unknown."""
-        spec = self._open_spec(tensor)
-        if not isinstance(spec, tf.TensorSpec) or not spec.shape.rank:
-            return spec
         shapes = self._now.shapes
         known = (shapes[position] if position < len(shapes) else None) or self._batch_shape or ()
-        # Where no plan can be made for another size, text of any length keeps the step for any length.
-        if len(known) != spec.shape.rank or not (self._selects_size or is_image(spec.shape)):
-            return spec
-        return with_sizes(spec, known)
+        return with_sizes(self._open_spec(tensor), known, images_only=not self._selects_size)
 
     def _rewrite(self, specs: Any, open_specs: Any) -> tuple[StepImporter, Any]:
         """Trace and rewrite the step for `specs`; trace it for `open_specs`, of any size, if nothing is rewritten.
@@ -523,29 +510,21 @@ class StepPatch:
         with told_if_slow("tflms-sft: tracing the step ...", self._say):
             traced, record = trace_keras_step(self._original, specs, self._unknown_sizes)
         now.image_shapes = now.image_shapes or self._unknown_sizes.shapes()
+        now.set_arguments(specs)
         shape = self._image_batch_shape
         check_batch_shape(open_specs, self._batch_shape, self.model.name)
         if shape is None and self._params.has_budget:
             require_batch_size(traced)
-        aim = self._params.aim(again=now.is_replanned or now.correction_before is not None)
+        aim = self._params.aim(again=now.is_replanned or now.excess_before is not None)
         with collector_paused(), told_if_slow(f"tflms-sft: {aim} ...", self._say) as stopwatch:
-            mode = CanonicalMode.EXACT if self._params.tiles is None else CanonicalMode.TILING
-            analysed = analyse_step(traced, record, shape[0] if shape else None, mode)
-            analysed.use_rates(self._rates())
-            analysed.excess_bytes = self._excess_bytes
-            analysed.found = stopwatch.found
-            analysed.devices = self.watch.devices
-            analysed.in_used_process = bool(self.watch.has_earlier_work)
-            analysed.variables += self._untouched_variable_bytes(traced)
-            importer, plan = self._rewrite_analysed(analysed)
+            analysed, importer, plan = self._plan(traced, record, stopwatch)
         if len(self._planned) > 1 and shape is not None:
             plan = amend_plan(plan, f"for batches of {now.shape_text()}; each size has its own plan")
         if now.plan is None:
-            now.plan, now.planning = plan, stopwatch
-            now.variable_bytes = analysed.variables
+            now.settle(plan, stopwatch, analysed.variables)
             if isinstance(self._params.tiles, AutoParams):
                 budget = dataclasses.replace(self._params.tiles, memory_budget=plan.memory_budget)
-                now.batch_limit = BatchLimit(plan, analysed, budget)
+                now.batch_limit = BatchLimit(plan, analysed, budget, tell=self._tell)
             self._on_plan(plan)
         if self._selects_size and not plan.changed and (specs != open_specs or now.image_shapes):
             now.is_open = True
@@ -553,12 +532,31 @@ class StepPatch:
             return StepImporter(from_concrete_function(traced), traced), open_specs
         return importer, specs
 
+    def _plan(self, traced: Any, record: LayerRecord, stopwatch: Stopwatch) -> tuple[TracedStep, StepImporter, Plan]:
+        """Analyse and rewrite the step for the sizes that it is planned for."""
+        shape = self._image_batch_shape
+        if shape is not None and self._batch_shape is not None:
+            self._now.use_limit(shape[0])
+        mode = CanonicalMode.EXACT if self._params.tiles is None else CanonicalMode.TILING
+        sizes = self._now.argument_sizes()
+        analysed = analyse_step(traced, record, shape[0] if shape else None, mode, sizes=sizes)
+        analysed.use_rates(self._rates())
+        analysed.excess_bytes = self._excess_bytes
+        analysed.found = stopwatch.found
+        analysed.devices = self.watch.devices
+        analysed.in_used_process = bool(self.watch.has_earlier_work)
+        analysed.variables += self._untouched_variable_bytes(traced)
+        try:
+            return analysed, *self._rewrite_analysed(analysed)
+        except BudgetError:
+            if not self._now.drop_margin():
+                raise
+        return self._plan(traced, record, stopwatch)
+
     @property
     def _size_params(self) -> RewriteRequest:
         """The request; a saved plan is for the first size alone."""
-        if self._now is self._planned[0] or not isinstance(self._params.tiles, AutoParams):
-            return self._params
-        return dataclasses.replace(self._params, tiles=self._params.tiles.without_plan())
+        return self._params if self._now is self._planned[0] else self._params.without_plan()
 
     def _rewrite_analysed(self, analysed: TracedStep) -> tuple[StepImporter, Plan]:
         """Rewrite the step; after an excess of a later step by the plan before, if no corrected one fits.
@@ -596,8 +594,7 @@ class StepPatch:
             traced, importer, plan = build_pipeline(function, self._params, (specs,), {}, shape[0] if shape else None)
         now = self._now
         if now.plan is None:
-            now.plan, now.planning = plan, stopwatch
-            now.variable_bytes = tf_internals.variable_sizes(traced)
+            now.settle(plan, stopwatch, tf_internals.variable_sizes(traced))
             self._on_plan(plan)
         return importer
 

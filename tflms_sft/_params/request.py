@@ -31,6 +31,11 @@ class RewriteRequest:
         """Tell whether a memory budget determines the plan, so that it holds up to one batch size."""
         return isinstance(self.tiles, AutoParams)
 
+    def without_plan(self) -> RewriteRequest:
+        """Return the request without a saved plan; the budget of that plan stays."""
+        tiles = self.tiles.without_plan() if isinstance(self.tiles, AutoParams) else self.tiles
+        return dataclasses.replace(self, tiles=tiles)
+
     def aim(self, *, again: bool = False) -> str:
         """Return the text of the progress line for the time of planning.
 
@@ -40,11 +45,7 @@ class RewriteRequest:
         if isinstance(self.tiles, AutoParams):
             budget = self.tiles.without_plan().memory_budget
             shown = "the free memory" if budget == AUTO else format_bytes(budget)
-            return (
-                f"planning again with the measured peak, for a budget of {shown}"
-                if again
-                else (f"planning for a budget of {shown}")
-            )
+            return f"planning {'again with the measured peak, ' if again else ''}for a budget of {shown}"
         if self.pipeline is not None:
             return "planning a pipeline"
         return "planning swaps" if self.tiles is None else "planning tiles"

@@ -14,7 +14,7 @@ from typing import Any
 from rewriters.analysis.autodiff_roles import is_autodiff_name
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize.canonicalize import CanonicalMode, read_canonical
-from rewriters.device.loop_lists import loop_iterations
+from rewriters.device.loop_lists import add_loop_facts, loop_iterations
 from rewriters.device.peak_memory import AllocationTrace, IterationTrace, Peak, graph_peak, graph_schedule
 from rewriters.emission.file_buffers import FileBuffers
 from rewriters.emission.loop_tensors import loop_input_tensors, loop_output_tensors
@@ -43,6 +43,7 @@ from tflms_sft._report.plan_records import Prediction
 from tflms_sft._report.segment_report import describe_segment, shares
 from tflms_sft._report.summary import MAX_LARGEST
 from tflms_sft._trace.layer_names import LayerRecord, display_names, part_name
+from tflms_sft._trace.step_tracing import arguments_of
 from tflms_sft._util.byte_sizes import format_bytes
 from tflms_sft._util.text import shortened
 
@@ -179,6 +180,7 @@ def analyse_step(
     *,
     merge_constants: bool = True,
     keep_devices: bool = True,
+    sizes: Mapping[int, int] | None = None,
 ) -> TracedStep:
     """Read and analyse a traced step.
 
@@ -189,11 +191,15 @@ def analyse_step(
         mode: Rewritings that canonicalization may do; see `CanonicalMode`.
         merge_constants: Whether to merge equal constants; not for a step that is compared with another trace.
         keep_devices: Whether ops keep the devices that they were traced on.
+        sizes: Leading sizes of the arguments to plan for, by position, as far as they are known.
 
     Raises:
         RewriteError: For `TILING`, if gradients are hidden inside a function or loop; else, if there are none.
     """
-    graph = read_canonical(concrete_fn, mode, merge_constants=merge_constants)
+    fixed_batch = _static_batch(concrete_fn)
+    planned_batch = fixed_batch or batch or 1
+    sizes = _sizes_unlike(planned_batch, concrete_fn, sizes or {})
+    graph = read_canonical(concrete_fn, mode, merge_constants=merge_constants, sizes=sizes)
     for node in graph.nodes.values() if not keep_devices else ():
         node.device = ""
     record = record or LayerRecord()
@@ -206,23 +212,53 @@ def analyse_step(
         analysis.refuse_hidden_gradients()
     else:  # A swapped tensor, or one sent to a stage, returns for the backward pass.
         analysis.require_backward()
-    fixed_batch = _static_batch(graph, len(concrete_fn.inputs) - len(concrete_fn.captured_inputs))
     return TracedStep(
         concrete_fn,
         analysis,
         record,
-        fixed_batch or batch or 1,
+        planned_batch,
         fixed_batch is not None,
         tf_internals.variable_sizes(concrete_fn),
         forward,
     )
 
 
-def _static_batch(graph: Graph, num_arguments: int) -> int | None:
-    """Return the leading size of the first argument of the highest rank; `None` if it is open."""
-    shapes = [t.shape for t in graph.inputs[:num_arguments] if t.shape]
-    ranked = sorted(shapes, key=lambda shape: -len(shape))
-    return ranked[0][0] if ranked else 1
+def with_sizes(traced: TracedStep, sizes: Mapping[int, int]) -> TracedStep:
+    """Return a traced step for other leading sizes of its arguments, by position; sizes that are not open do not count.
+
+    Args:
+        traced: The step.
+        sizes: Leading sizes of all open arguments, by position.
+    """
+    position = _batch_position(traced.concrete_fn)
+    batch = traced.batch if traced.batch_is_fixed or position is None else sizes.get(position, traced.batch)
+    sizes = _sizes_unlike(batch, traced.concrete_fn, sizes)
+    if not sizes and not traced.analysis.graph.sizes:
+        return dataclasses.replace(traced, batch=batch)
+    graph = traced.analysis.graph.copy()
+    graph.sizes = sizes
+    add_loop_facts(graph)
+    return dataclasses.replace(traced, analysis=GraphAnalysis(graph, forward=traced.forward), batch=batch)
+
+
+def _sizes_unlike(batch: int, concrete_fn: Any, sizes: Mapping[int, int]) -> dict[int, int]:
+    """Return the leading sizes of open arguments, by position; nothing if all of them are the batch size."""
+    shapes = [tensor.shape for tensor in arguments_of(concrete_fn)]
+    is_open = {position for position, shape in enumerate(shapes) if shape.rank and shape[0] is None}
+    sizes = {position: size for position, size in sizes.items() if position in is_open}
+    return {} if set(sizes.values()) <= {batch} else sizes
+
+
+def _batch_position(concrete_fn: Any) -> int | None:
+    """Return the position of the first argument of the highest rank, which has the batch axis; `None` without axes."""
+    ranks = [tensor.shape.rank or 0 for tensor in arguments_of(concrete_fn)]
+    return ranks.index(max(ranks)) if any(ranks) else None
+
+
+def _static_batch(concrete_fn: Any) -> int | None:
+    """Return the batch size of a traced step; `None` if it is open, 1 without arguments that have axes."""
+    position = _batch_position(concrete_fn)
+    return 1 if position is None else arguments_of(concrete_fn)[position].shape[0]
 
 
 def predict(traced: TracedStep, plans: list[SegmentPlan], *, limit: int | None = None) -> tuple[Peak, float]:

@@ -41,7 +41,8 @@ def step_key(traced: TracedStep) -> str:
     """Return a hash of everything of a step that its plan depends on, without names."""
     numbers: dict[Tensor, int] = {}
     functions = {f.signature.name: [node.op for node in f.node_def] for f in traced.analysis.graph.library.function}
-    digest = hashlib.sha256(repr((FORMAT, __version__, traced.batch, traced.variables)).encode())
+    sizes = sorted(traced.analysis.graph.sizes.items())
+    digest = hashlib.sha256(repr((FORMAT, __version__, traced.batch, sizes, traced.variables)).encode())
     for node in traced.analysis.order:
         attrs = sorted(
             (key, functions.get(value.func.name) or value.SerializeToString(deterministic=True))

@@ -6,14 +6,17 @@ import contextlib
 import dataclasses
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rewriters.canonicalize.canonicalize import CanonicalMode
 from rewriters.errors import BudgetError, RewriteError
 from rewriters.ir import tf_internals
-from rewriters.ir.graph import Graph
+from rewriters.ir.graph import Graph, from_concrete_function
+from rewriters.ir.graph_pass import run_pass
 from rewriters.ir.region_reads import has_known_shape, region_reads
+from rewriters.scheduling.updates_after_reads import RunUpdatesAfterReads
 from rewriters.step_importer import StepImporter
 from rewriters.swapping.tiers import HostTier
 from tflms_sft._batches.batch_limits import BatchLimit
@@ -45,7 +48,7 @@ from tflms_sft._rewrite.plan_cache import cached_recipe, read_recipe, store_reci
 from tflms_sft._rewrite.plan_recipe import plan_from, recipe_of
 from tflms_sft._rewrite.rewritten_step import RewrittenStep
 from tflms_sft._trace.layer_names import LayerRecord, display_names
-from tflms_sft._trace.step_tracing import arguments_of, batch_of, trace_step
+from tflms_sft._trace.step_tracing import arguments_of, batch_of, leading_sizes, trace_step
 from tflms_sft._util.byte_sizes import format_excess
 from tflms_sft._util.progress import told_if_slow
 
@@ -90,7 +93,8 @@ def rewrite(step: Any, params: Any, *example_args: Any, **example_kwargs: Any) -
             return RewrittenStep(*build_pipeline(step, request, example_args, example_kwargs))
     with told_if_slow("tflms-sft: tracing the step ...", _print_to_stderr, sys.stderr):
         concrete_fn, record = trace_step(step, example_args, example_kwargs)
-    return rewrite_concrete(concrete_fn, record, batch_of((example_args, example_kwargs)), request)
+    batch, sizes = batch_of((example_args, example_kwargs)), {} if example_kwargs else leading_sizes(example_args)
+    return rewrite_concrete(concrete_fn, record, batch, request, sizes=sizes)
 
 
 def rewrite_traced(traced: TracedStep, request: RewriteRequest, advise: bool = True) -> tuple[StepImporter, Plan]:
@@ -204,6 +208,8 @@ def _carry_out(traced: TracedStep, choice: BudgetPlan, budget: int | None) -> tu
     graph, plan = emit_and_describe(traced, choice.plans, choice.left, budget)
     plan = amend_plan(plan, choice.why, choice.advice)
     if choice.swaps is None:
+        if graph.same_size and not plan.changed:  # The original step runs batches that canonicalization excludes.
+            graph = run_pass(RunUpdatesAfterReads(()), from_concrete_function(traced.concrete_fn)).graph
         return StepImporter(graph, traced.concrete_fn), plan
     swapped = apply_swaps(traced, graph, choice.swaps, choice.plans)
     # With a budget, predict for every state of the allocator, as the search did.
@@ -227,7 +233,12 @@ def _carry_out(traced: TracedStep, choice: BudgetPlan, budget: int | None) -> tu
 
 
 def rewrite_concrete(
-    concrete_fn: Any, record: LayerRecord, batch: int | None, request: RewriteRequest, excess_bytes: int = 0
+    concrete_fn: Any,
+    record: LayerRecord,
+    batch: int | None,
+    request: RewriteRequest,
+    excess_bytes: int = 0,
+    sizes: Mapping[int, int] | None = None,
 ) -> RewrittenStep:
     """Analyse, plan and rewrite the step that `trace_step` returned.
 
@@ -237,11 +248,12 @@ def rewrite_concrete(
         batch: Batch size to plan for if the trace leaves it open.
         request: Tiles and swaps.
         excess_bytes: Measured peak less predicted peak of an earlier plan.
+        sizes: Leading sizes of the arguments to plan for, by position, as far as they are known.
     """
     aim = f"tflms-sft: {request.aim()} ..."
     with collector_paused(), told_if_slow(aim, _print_to_stderr, sys.stderr) as stopwatch:
         mode = CanonicalMode.EXACT if request.tiles is None else CanonicalMode.TILING
-        traced = analyse_step(concrete_fn, record, batch, mode)
+        traced = analyse_step(concrete_fn, record, batch, mode, sizes=sizes)
         require_image_shapes(traced.analysis.graph)
         traced.excess_bytes = excess_bytes
         traced.found = stopwatch.found

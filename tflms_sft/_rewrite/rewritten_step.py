@@ -18,7 +18,7 @@ from rewriters.swapping.tiers import Tier
 from tflms_sft._batches.batch_limits import BatchLimit, planned_size_error
 from tflms_sft._cluster.worker_watch import workers_watched
 from tflms_sft._planner.budget_search import excess_remedy
-from tflms_sft._report.plan import Plan
+from tflms_sft._report.plan import Plan, amend_plan
 from tflms_sft._rewrite.peak_statistics import read_peak, reset_peak
 from tflms_sft._sources.region_reads import read_errors
 from tflms_sft._trace.step_tracing import spec_of
@@ -118,7 +118,7 @@ class RewrittenStep:
         tf.nest.map_structure(lambda value: value.numpy() if hasattr(value, "numpy") else value, result)
         arguments = (int(tf.size(tensor)) * tensor.dtype.size for tensor in flat)
         step_bytes = [*tf_internals.variable_sizes(self.concrete_function), *arguments]
-        self.plan.measured = read_peak(in_use, step_bytes, self.tiers)
+        self.plan = amend_plan(self.plan, measured=read_peak(in_use, step_bytes, self.tiers))
         excess = excess_text(self.plan)
         if excess:
             warnings.warn(excess, stacklevel=3)
@@ -197,7 +197,7 @@ def excess_text(plan: Plan) -> str:
     if measured is None or budget is None or measured.peak_bytes <= budget:
         return ""
     used, limit = format_excess(measured.peak_bytes, budget)
-    remedy = excess_remedy(measured.peak_bytes / plan.predicted.peak_bytes, budget, is_used=False)
+    remedy = excess_remedy(measured.peak_bytes - plan.predicted.peak_bytes, budget, is_used=False)
     return (
         f"tflms-sft: the first call used {used}, predicted {format_bytes(plan.predicted.peak_bytes)}, more than its "
         f"budget of {limit}. {remedy}"

@@ -152,3 +152,10 @@ def batch_of(example_args: Any) -> int | None:
     shapes = [tf.TensorShape(getattr(value, "shape", None)) for value in tf.nest.flatten(example_args)]
     known = [shape for shape in shapes if shape.rank and shape[0] is not None]
     return int(max(known, key=lambda shape: shape.rank)[0]) if known else None
+
+
+def leading_sizes(example_args: Any) -> dict[int, int]:
+    """Return the known leading sizes of positional arguments, by the position of the argument of the traced step."""
+    leaves = [leaf for leaf in tf.nest.flatten(example_args) if hasattr(leaf, "shape")]
+    shapes = enumerate(tf.TensorShape(leaf.shape) for leaf in leaves)
+    return {position: shape[0] for position, shape in shapes if shape.rank and shape[0] is not None}
