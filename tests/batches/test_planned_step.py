@@ -328,7 +328,7 @@ def graph_network():
     keras.utils.set_random_seed(3)
     inputs = [keras.Input((5,)), keras.Input((2,), dtype="int32"), keras.Input((), dtype="int32")]
     model = keras.Model(inputs, layers.Dense(1)(Messages()(inputs)))
-    model.compile(keras.optimizers.SGD(0.01), "mse", jit_compile=False)
+    model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse", jit_compile=False)
     return model
 
 
@@ -398,7 +398,7 @@ def test_ragged_batches_under_budget_equal_plain(capsys):
         keras.config.set_floatx("float64")
         model = OfRagged()
         model(batches[0])
-        model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=False)
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", jit_compile=False)
         data = dataset([(x, np.ones((x.shape[0], 1))) for x in batches], spec)
         trained.append((model, model.fit(data, callbacks=callbacks, **SETTINGS)))
     assert same_history(trained[0][1], trained[1][1]) and same(trained[0][0], trained[1][0])
