@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 import warnings
@@ -123,7 +124,7 @@ class BatchLimit:
     Args:
         plan: The plan.
         traced: The step.
-        params: The budget, in bytes.
+        params: The budget; that of the plan is in bytes.
         remedy: Sentence about a larger batch. `None`: the remedy for a Keras callback.
         tell: Called with a line about a batch that is predicted to exceed the budget; `None` warns.
     """
@@ -140,6 +141,7 @@ class BatchLimit:
         self._sizes = traced.analysis.graph.sizes
         self._arguments = arguments_of(traced.concrete_fn)
         self._traced = None if plan.changed else traced
+        params = dataclasses.replace(params, memory_budget=plan.memory_budget)
         self._limit = limit_of(traced, params)
         self._budget = int(params.memory_budget)
         self._remedy = remedy

@@ -13,7 +13,6 @@ Evaluation and prediction work alike with another `StepKind`; see `forward_step_
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import warnings
@@ -333,7 +332,8 @@ class StepPatch:
             warnings.warn(over_budget_warning(plan), stacklevel=2)
         self._now.is_replanned = True
         self._correct(plan.measured.peak_bytes - plan.predicted.peak_bytes)
-        self._discard_plan()
+        self._now.discard()
+        self._make_function()
 
     def _report_excess(self, plan: Plan, measured: Measurement | None) -> None:
         """Say once for each plan that a later step exceeded the budget; the next epoch, if any, is planned again."""
@@ -355,11 +355,8 @@ class StepPatch:
             self._now = planned
             planned.excess_before = self._excess_bytes
             self._correct(planned.excess.peak_bytes - planned.plan.predicted.peak_bytes)
-            self._discard_plan()
-
-    def _discard_plan(self) -> None:
-        self._now.discard()
-        self._make_function()
+            self._now.discard()
+            self._make_function()
 
     @property
     def _excess_bytes(self) -> int:
@@ -523,8 +520,7 @@ class StepPatch:
         if now.plan is None:
             now.settle(plan, stopwatch, analysed.variables)
             if isinstance(self._params.tiles, AutoParams):
-                budget = dataclasses.replace(self._params.tiles, memory_budget=plan.memory_budget)
-                now.batch_limit = BatchLimit(plan, analysed, budget, tell=self._tell)
+                now.batch_limit = BatchLimit(plan, analysed, self._params.tiles, tell=self._tell)
             self._on_plan(plan)
         if self._selects_size and not plan.changed and (specs != open_specs or now.image_shapes):
             now.is_open = True

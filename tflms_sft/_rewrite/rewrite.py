@@ -266,8 +266,8 @@ def rewrite_concrete(
             plan = amend_plan(plan, "the step was compiled by XLA (`jit_compile`); the rewritten step runs without XLA")
         limit = None
         if isinstance(request.tiles, AutoParams) and not traced.batch_is_fixed:
-            budget = dataclasses.replace(request.tiles, memory_budget=plan.memory_budget)
-            limit = BatchLimit(plan, traced, budget, "Rewrite it with example arguments of the largest batch.")
+            remedy = "Rewrite it with example arguments of the largest batch."
+            limit = BatchLimit(plan, traced, request.tiles, remedy)
         return RewrittenStep(concrete_fn, importer, plan, limit)
 
 
