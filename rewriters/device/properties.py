@@ -75,6 +75,11 @@ def pool_grad_needs_forward_workspace() -> bool:
     return name().startswith("CPU") and has_allocator_stats()
 
 
+def merges_bias_gradients() -> bool:
+    """Return whether the gradients of a filter and of a bias may become one op, as with oneDNN."""
+    return name().startswith("CPU") and has_allocator_stats()
+
+
 def writes_in_place() -> bool:
     """Return whether `InplaceUpdate` is the fastest way to replace rows; on a GPU a strided assignment is as fast."""
     return name().startswith("CPU")

@@ -21,6 +21,8 @@ from rewriters.ir.graph import Graph, Node, Tensor
 from rewriters.ir.graph_pass import GraphPass, PassResult, check_effects, check_interface, run_pass, run_passes
 from rewriters.pipelining.stage_assignment import Stages, scheduled_ops
 from rewriters.pipelining.step_partition import StepPartition
+from rewriters.scheduling.control_edges import EdgePass
+from rewriters.scheduling.separate_gradients import SeparateGradients
 from rewriters.scheduling.serialize_ops import SerializeLargeOps
 from rewriters.swapping.swap_pass import Swap, SwapIn, SwapOptions, SwapPlan, insert_swaps, plan_swaps
 from rewriters.swapping.tiers import Tier
@@ -143,7 +145,7 @@ def _in_order(staged: StagedStep, min_bytes: int, batch: int) -> StagedStep:
     backward = {node.name for node in analysis.backward}
     merged = {node.name for node in summation_order.flattenable_sums(analysis)}
     ordered = scheduled_ops(analysis, staged.parts, stages)
-    passes = []
+    passes: list[EdgePass] = [SeparateGradients()]
     for stage in range(stages.count):
         inside = {node.name for node in ordered if stages.of[node] == stage}
         fixed = (analysis.graph.nodes.keys() - inside) | merged

@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
 from rewriters.analysis import summation_order
 from rewriters.analysis.autodiff_roles import in_scope, reads_shape_only
 from rewriters.analysis.graph_analysis import GraphAnalysis, require_analysed
+from rewriters.device.merged_kernels import cycle_of_merged, merged_ops
 from rewriters.device.properties import device_of
 from rewriters.errors import RewriteError
 from rewriters.ir.graph import Graph, Node, Tensor, ancestors, predecessors, producers
 from rewriters.ir.graph_pass import GraphPass, PassResult, run_pass, run_passes
 from rewriters.ir.op_traits import Trait, is_collective, ops_with
 from rewriters.ir.variables import may_write_variable
-from rewriters.scheduling.control_edges import EdgePasses
+from rewriters.scheduling.control_edges import ControlEdge, EdgePasses
 from rewriters.scheduling.delay_early_ops import DelayEarlyOps, earliest_forward_level
+from rewriters.scheduling.separate_gradients import SeparateGradients
 from rewriters.scheduling.serialize_ops import SerializeLargeOps, SerializeScratchGroups
 from rewriters.swapping.loop_swaps import SavedList, is_filled_by_loop, saved_list, swap_lists
 from rewriters.swapping.recompute_pooling import RecomputePooling
@@ -137,6 +139,7 @@ def in_swap_order(
     fixed = {node.name for node in summation_order.flattenable_sums(analysis)} | exchanged
     scheduling = [
         DelayEarlyOps(analysis, min_bytes, batch),
+        SeparateGradients(),
         SerializeLargeOps(backward=backward, fixed=fixed, min_bytes=min_bytes, batch=batch),
         SerializeScratchGroups(fixed=exchanged),
     ]
@@ -186,8 +189,9 @@ class _SwapSelector:
         self.batch = batch
         self.fixed = summation_order.flattenable_sums(analysis)
         ready = earliest_forward_level(analysis)
+        no_triggers = self.fixed | merged_ops(analysis.order, analysis.consumers).keys()
         self.search = TriggerSearch(
-            analysis.graph, analysis.backward, levels=analysis.level, ready=ready, fixed=self.fixed
+            analysis.graph, analysis.backward, levels=analysis.level, ready=ready, fixed=no_triggers
         )
         self.left: list[tuple[str, str]] = []
 
@@ -383,7 +387,8 @@ class InsertSwaps(GraphPass[SwapResult]):
         """Add the swaps and the edges that order them.
 
         Raises:
-            RewriteError: If an edge closes a cycle, which is a mistake in the search for control ops.
+            RewriteError: If an edge closes a cycle, also after TensorFlow has merged ops. That is a mistake in the
+                search for control ops.
         """
         if not self.swaps:
             return SwapResult(graph, changed=False)
@@ -397,9 +402,10 @@ class InsertSwaps(GraphPass[SwapResult]):
                 outs.append(out)
                 chains.extend(swap_ins)
         done = tuple(out.done for out in outs)
-        _limit_in_flight(outs, self.max_in_flight, after_exchanges(self.analysis))
+        is_free = not cycle_of_merged(graph)  # Otherwise this pass is not to blame.
+        _add_if_free(new, _limit_in_flight(outs, self.max_in_flight, after_exchanges(self.analysis)), is_free)
         outs += self._insert_lists(new)
-        _wait_for_releases(chains, level)
+        _add_if_free(new, _wait_for_releases(chains, level), is_free)
         needed = ancestors(out.done for out in outs)  # by the new edges too
         last = max(level.values()) + 1
         updates = {new.nodes[node.name]: level[node] for node in level if _writes_variable(node)}
@@ -408,6 +414,11 @@ class InsertSwaps(GraphPass[SwapResult]):
             new.execution_order()
         except RewriteError as error:
             raise RewriteError(f"Swaps would create a cycle in the step. {error} Please report it.") from None
+        cycle = cycle_of_merged(new) if is_free else []
+        if cycle:
+            raise RewriteError(
+                f"Swaps would create a cycle in the step: TensorFlow would merge ops around {cycle}. Please report it."
+            )
         return SwapResult(new, changed=True, swap_outs=done, swap_ins=tuple(chain.start for chain in chains))
 
     def _insert_lists(self, new: Graph) -> list[_SwapOut]:
@@ -481,7 +492,23 @@ class _SwapInChain:
     release: Node | None
 
 
-def _limit_in_flight(outs: list[_SwapOut], max_in_flight: int, fixed: Container[str]) -> None:
+def _add_if_free(graph: Graph, edges: Iterable[ControlEdge], is_free: bool) -> None:
+    """Add edges that only lower the peak, unless they close a cycle among the ops that TensorFlow merges.
+
+    Args:
+        graph: The graph, which is edited.
+        edges: The edges.
+        is_free: Whether the graph has no such cycle without them.
+    """
+    edges = list(edges)
+    for edge in edges:
+        edge.node.control_inputs.append(edge.before)
+    if edges and is_free and cycle_of_merged(graph):
+        for edge in edges:
+            edge.node.control_inputs.remove(edge.before)
+
+
+def _limit_in_flight(outs: list[_SwapOut], max_in_flight: int, fixed: Container[str]) -> Iterator[ControlEdge]:
     """Let the producer of a tensor wait for the swap-out on its device `max_in_flight` before it, unless it is fixed.
 
     Otherwise tensors queue up on the device where writing is slower than computing. Like every edge that swapping
@@ -493,10 +520,10 @@ def _limit_in_flight(outs: list[_SwapOut], max_in_flight: int, fixed: Container[
     for ordered in on_device.values():
         for before, after in zip(ordered, ordered[max_in_flight:], strict=False):
             if after.level > before.level and not after.merged and after.producer.name not in fixed:
-                after.producer.control_inputs.append(before.done)
+                yield ControlEdge(after.producer, before.done)
 
 
-def _wait_for_releases(chains: list[_SwapInChain], level: Mapping[Node, int]) -> None:
+def _wait_for_releases(chains: list[_SwapInChain], level: Mapping[Node, int]) -> Iterator[ControlEdge]:
     """Let a swap-in wait until the copies are freed whose consumers ran before its control op.
 
     Both become ready at the same time; without the edge both copies may exist at the peak.
@@ -516,7 +543,7 @@ def _wait_for_releases(chains: list[_SwapInChain], level: Mapping[Node, int]) ->
         for release in [release for release, readers in ended.items() if passed.issuperset(readers)]:
             del waiting[release]
             for start in starts[control]:
-                start.control_inputs.append(release)
+                yield ControlEdge(start, release)
 
 
 def _ancestors(node: Node, level: Mapping[Node, int], lowest: int) -> set[Node]:

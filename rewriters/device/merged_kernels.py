@@ -1,0 +1,86 @@
+"""Ops that TensorFlow merges into one kernel after a graph has been rewritten.
+
+A merged op waits for everything that one of its parts waits for. A path that leaves one part and comes back to another
+one, through a swap-in for example, then closes a cycle, and the step fails before it starts. Two merges do not look for
+such a path:
+
+- grappler's remapper fuses a contraction with the ops that alone consume it (`may_fuse_with_consumer`);
+- oneDNN's layout pass merges the gradients of a filter and of a bias that read the same gradient
+  (tensorflow/core/common_runtime/mkl_layout_pass.cc).
+"""
+
+from __future__ import annotations
+
+import graphlib
+from collections.abc import Iterable, Mapping, Sequence
+
+from rewriters.device import properties
+from rewriters.ir.graph import Graph, Node, Tensor, predecessors
+from rewriters.ir.op_traits import Trait, ops_with
+
+__all__: list[str] = []
+
+_FIRST = ops_with(Trait.FUSION_ROOT) | ops_with(Trait.FUSED_PADDING)
+_GRADIENT_OPERAND = 2
+"""Operand of the gradient of a filter that is the gradient of the convolution's result."""
+
+Consumers = Mapping[Tensor, Sequence[tuple[Node, int]]]
+
+
+def bias_gradients(nodes: Iterable[Node], consumers: Consumers) -> dict[Node, Node]:
+    """Return for each gradient of a bias the gradient of a filter that oneDNN may merge it with.
+
+    It does not merge ops of which one waits for the other (`rewriters/scheduling/separate_gradients.py`).
+    """
+    if not properties.merges_bias_gradients():
+        return {}
+    return {
+        reader: node
+        for node in nodes
+        if node.op == "Conv2DBackpropFilter"
+        for reader, _ in consumers[node.inputs[_GRADIENT_OPERAND]]
+        if reader.op == "BiasAddGrad" and node not in reader.control_inputs
+    }
+
+
+def merged_ops(nodes: Iterable[Node], consumers: Consumers) -> dict[Node, Node]:
+    """Return for each op that may be merged the op that it becomes a part of; that one may become a part in turn.
+
+    Args:
+        nodes: The nodes of a graph.
+        consumers: (node, operand position) pairs that read each tensor.
+    """
+    nodes = list(nodes)
+    merged = bias_gradients(nodes, consumers)
+    for node in nodes:
+        if node.op not in _FIRST:
+            continue
+        while node not in merged and len(node.outputs) == 1:
+            reads = consumers.get(node.out(), ())
+            if len(reads) != 1 or not properties.may_fuse_with_consumer(node, reads[0][0]):
+                break
+            merged[node] = reads[0][0]
+            node = reads[0][0]
+    return merged
+
+
+def cycle_of_merged(graph: Graph) -> list[str]:
+    """Return the names of some ops on a cycle that a graph has once ops are merged; empty without a cycle."""
+    merged = merged_ops(graph.nodes.values(), graph.consumers())
+
+    def kernel(node: Node) -> Node:
+        while node in merged:
+            node = merged[node]
+        return node
+
+    waits: dict[Node, set[Node]] = {}
+    for node in graph.nodes.values():
+        whole = kernel(node)
+        for before in predecessors(node):
+            if kernel(before) is not whole or (before not in merged and node not in merged):
+                waits.setdefault(whole, set()).add(kernel(before))
+    try:
+        graphlib.TopologicalSorter(waits).prepare()
+    except graphlib.CycleError as error:
+        return [node.name for node in error.args[1][:8]]
+    return []

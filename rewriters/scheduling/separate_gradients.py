@@ -1,0 +1,31 @@
+"""Keeps oneDNN from merging the gradients of a filter and of a bias into one op.
+
+The merged op waits for everything that one of both waits for. Swaps lead from one to the other: a swap-in may wait for
+an op that follows the gradient of the bias, and the gradient of the filter reads it. The merge would close a cycle
+(`merged_kernels.py`). TensorFlow merges only ops with equal control edges, so one edge between them is enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rewriters.device.merged_kernels import bias_gradients
+from rewriters.ir.graph import Graph, Node, ancestors
+from rewriters.scheduling.control_edges import ControlEdge, EdgePass
+
+__all__: list[str] = []
+
+
+class SeparateGradients(EdgePass):
+    """Lets each gradient of a bias wait for the gradient of the filter that it could be merged with."""
+
+    def edges(self, graph: Graph) -> Iterator[ControlEdge]:
+        """Yield one edge for each gradient of a bias, unless that of the filter waits for it already."""
+        pairs = bias_gradients(graph.nodes.values(), graph.consumers())
+        level = graph.levels() if pairs else {}
+        before: dict[Node, set[Node]] = {}
+        for bias, of_filter in pairs.items():
+            if level[bias] < level[of_filter]:  # Only then a path may lead from one to the other.
+                before.setdefault(of_filter, ancestors([of_filter]))
+            if bias not in before.get(of_filter, ()):
+                yield ControlEdge(bias, of_filter)
