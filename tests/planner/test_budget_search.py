@@ -1,6 +1,7 @@
 """Test plans of tiles, swaps or both for a budget, and `LMSParams.tuned`."""
 
 import dataclasses
+import math
 import os
 import re
 import types
@@ -23,19 +24,20 @@ from rewriters.estimates.op_cost import DIRECT, NOMINAL
 from tflms_sft import AutoParams, BudgetError, LMSParams, MemoryBudget
 from tflms_sft._machine.memory_info import free_memory
 from tflms_sft._params.swap_params import SwapParams
+from tflms_sft._planner.budget_errors import excess_remedy
 from tflms_sft._planner.budget_search import (
     LESS,
     TILE_PEAK_FRACTIONS,
     BudgetPlan,
     FeasiblePlan,
     _swaps_alone,
-    excess_remedy,
+    least_memory,
     limit_of,
     plans_within_budget,
 )
 from tflms_sft._planner.swap_planner import NothingToSwapError, apply_swaps
 from tflms_sft._planner.swap_search import SwapSearch
-from tflms_sft._planner.traced_step import analyse_step
+from tflms_sft._planner.traced_step import analyse_step, seconds_of
 from tflms_sft._trace.step_tracing import trace_step
 
 IMAGES = np.random.default_rng(0).normal(size=(2, 64, 64, 3)).astype("float32")
@@ -352,7 +354,7 @@ def test_slow_plan_notes_time_with_larger_budgets():
 
 def test_slow_plan_of_swaps_notes_fewer_swaps_with_larger_budget(transfers):
     transfers(1e6)
-    plan, _ = plan_for(volumetric, 0.48)
+    plan, _ = plan_for(volumetric, 0.48, max_slowdown=math.inf)
     assert plan.swaps and plan.predicted.time_ratio > 2 and LESS in plan.notes
 
 
@@ -595,3 +597,32 @@ def test_long_rows_are_cut_where_they_slow_filter_gradients_down(monkeypatch):
         plan = tflms_sft.rewrite(step.function, AutoParams(int(0.8 * plain), swap=False), *step.specs).plan
         columns[slowdown] = [segment.backward_num_tiles[-1] for segment in plan.segments]
     assert max(columns[1.0]) < min(columns[20.0]), columns
+
+
+def test_plan_above_max_slowdown_is_refused_with_a_faster_budget():
+    """The named budget gives a plan of at most twice the time, and the named `max_slowdown` the slow plan."""
+    concrete_fn, record = trace_step(small_step(), (tf.TensorSpec((2, 64, 64, 3)),), {})
+    traced = analyse_step(concrete_fn, record, 2)
+    traced.use_rates(NOMINAL)
+    params = AutoParams(1000, headroom=0, swap=False, max_slowdown=math.inf)
+    params = dataclasses.replace(params, memory_budget=least_memory(traced, params).peak.peak_bytes)
+
+    def time_ratio(**changes):
+        plans = next(plans_within_budget(traced, dataclasses.replace(params, **changes))).plans
+        return seconds_of(traced, plans) / traced.seconds if plans else 1
+
+    assert time_ratio() > 2
+    with pytest.raises(
+        BudgetError, match=r"`memory_budget` makes this step slow.* at most max_slowdown=2\. "
+    ) as caught:
+        time_ratio(max_slowdown=2)
+    text, budget = str(caught.value), caught.value.smallest_bytes
+    assert budget > params.memory_budget and time_ratio(memory_budget=budget, max_slowdown=2) <= 2
+    (accepted,) = re.findall("or `max_slowdown=([0-9]+)` to train with this plan", text)
+    assert time_ratio(max_slowdown=int(accepted)) > 2
+
+
+@pytest.mark.parametrize(("given", "error"), [(0.9, ValueError), (float("nan"), ValueError), ("2", TypeError)])
+def test_max_slowdown_is_checked(given, error):
+    with pytest.raises(error, match="`max_slowdown` must be a number from 1 on. Received: max_slowdown="):
+        MemoryBudget("1GiB", max_slowdown=given)

@@ -179,7 +179,7 @@ class SizeSearch:
         self._axis = axis
         self.params = params
         self._within = options.within
-        self._max_slowdown = options.max_slowdown
+        self._max_slowdown = params.max_slowdown
         self._max_count = options.max_size // axis.unit
         self._progress = progress
         self._latest: tuple[int, step_options.PlannableStep] | None = None
@@ -260,7 +260,10 @@ class SizeSearch:
         """Return whether the fastest plan within the budget is fast enough, and set it as the result then."""
         shown = self._axis.shown(count * self._axis.unit)
         try:
-            plan = self._step(count).plan(self.params, self._progress, advise=False)
+            params = dataclasses.replace(
+                self.params, max_slowdown=math.inf
+            )  # A line names the time instead of an error.
+            plan = self._step(count).plan(params, self._progress, advise=False)
         except BudgetError as error:
             self._progress.say(f"{shown}, rewritten: does not fit, needs {format_bytes(error.smallest_bytes)}")
             return False
@@ -345,7 +348,7 @@ def execute(options: argparse.Namespace) -> Outcome:
         "budget_bytes": search.params.memory_budget,
         "headroom": search.params.headroom,
         "within": options.within,
-        "max_slowdown": options.max_slowdown,
+        "max_slowdown": search.params.max_slowdown,
         "stopped": stop.reason,
         "assumed": None if search.assumed is None else dataclasses.asdict(search.assumed),
         **{name: dataclasses.asdict(result) for name, result in results.items()},

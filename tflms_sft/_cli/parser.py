@@ -406,6 +406,8 @@ def _add_budget(parser: Any, required: bool = False) -> None:
 def _add_planning(parser: argparse.ArgumentParser) -> None:
     text = "fraction of the budget that the prediction leaves free; default: 0.1"
     parser.add_argument("--headroom", type=fraction, metavar="FRACTION", help=text)
+    text = "largest predicted time of a step, over that of the original step; default: 10"
+    parser.add_argument("--max-slowdown", type=at_least_one, metavar="X", help=text)
     parser.add_argument("--no-swap", action="store_true", help="use tiles only; swap no tensors to host memory or disk")
 
 
@@ -430,8 +432,6 @@ def _add_candidates(parser: argparse.ArgumentParser, candidates: str, multiple: 
         "trials; default: %(default)s"
     )
     add("--within", type=fraction, default=0.1, metavar="FRACTION", help=text)
-    text = f"skip {candidates} whose predicted time is more than X times that of the original step; default: 10"
-    add("--max-slowdown", type=at_least_one, default=10.0, metavar="X", help=text)
     text = f"stop after this time, and print the largest of the {candidates} found until then; default: no limit"
     add("--time-limit", type=seconds, metavar="SECONDS", help=text)
 
@@ -456,8 +456,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.command == "plan":
         if options.halo and options.num_tiles is None:
             parser.error("--halo needs --num-tiles; with --budget the planner chooses the halo mode")
-        if options.num_tiles is not None and (options.headroom is not None or options.no_swap):
-            parser.error("--headroom and --no-swap need --budget; they have no effect with --num-tiles")
+        if options.num_tiles is not None and (
+            options.headroom is not None or options.no_swap or options.max_slowdown is not None
+        ):
+            parser.error("--headroom, --max-slowdown and --no-swap need --budget; they have no effect with --num-tiles")
     if getattr(options, "max_size", None) is not None and options.max_size < options.multiple_of:
         parser.error(f"--max-size must be at least --multiple-of, {options.multiple_of}. Received: {options.max_size}")
     return options

@@ -37,7 +37,7 @@ def execute(options: argparse.Namespace) -> int:
     """Run a script.
 
     Args:
-        options: `script`, `module`, `arguments`; `budget`, `headroom`, `no_swap`; `report`, `quiet`.
+        options: `script`, `module`, `arguments`; `budget`, `headroom`, `max_slowdown`, `no_swap`; `report`, `quiet`.
 
     Returns:
         The exit code of the script; 2 for a script or report file that cannot be used.
@@ -46,7 +46,13 @@ def execute(options: argparse.Namespace) -> int:
     if problem:
         print(f"{_PREFIX} error: {problem}", file=sys.stderr)
         return WRONG_ARGUMENTS
-    budget = Budget(options.budget, headroom=options.headroom, swap=not options.no_swap, verbose=not options.quiet)
+    budget = Budget(
+        options.budget,
+        headroom=options.headroom,
+        max_slowdown=options.max_slowdown,
+        swap=not options.no_swap,
+        verbose=not options.quiet,
+    )
     with budget.in_force(), _arguments(options):
         code = _run(options)
     if options.report:
@@ -75,11 +81,19 @@ class Budget:
         num_skipped: Number of `fit` calls that had a callback of tflms_sft already.
     """
 
-    def __init__(self, memory_budget: Any, *, headroom: float | None, swap: bool, verbose: bool) -> None:
+    def __init__(
+        self,
+        memory_budget: Any,
+        *,
+        headroom: float | None,
+        max_slowdown: float | None = None,
+        swap: bool,
+        verbose: bool,
+    ) -> None:
         self._budget = memory_budget
         self._options: dict[str, Any] = {"swap": swap, "verbose": int(verbose)}
-        if headroom is not None:
-            self._options["headroom"] = headroom
+        given = {"headroom": headroom, "max_slowdown": max_slowdown}
+        self._options.update({name: value for name, value in given.items() if value is not None})
         self.callbacks: list[Any] = []
         self.num_skipped = 0
         self._replaced: tuple[Any, Any] | None = None

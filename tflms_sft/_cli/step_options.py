@@ -139,9 +139,9 @@ def budget_params(options: argparse.Namespace) -> AutoParams:
     Raises:
         UsageError: For a budget that cannot be parsed.
     """
-    headroom = {} if options.headroom is None else {"headroom": options.headroom}
+    given = {name: getattr(options, name) for name in ("headroom", "max_slowdown")}
     try:
-        return AutoParams(options.budget, swap=not options.no_swap, **headroom)
+        return AutoParams(options.budget, swap=not options.no_swap, **{k: v for k, v in given.items() if v is not None})
     except (TypeError, ValueError) as error:
         raise UsageError(str(error).replace("`memory_budget`", "--budget")) from None
 

@@ -22,6 +22,7 @@ def budget(
     *,
     headroom: float = 0.1,
     swap: bool | LMSParams = True,
+    max_slowdown: float = 10.0,
     batch_shape: Sequence[int] | None = None,
     verbose: int = 1,
 ) -> Iterator[StepPatch]:
@@ -37,6 +38,8 @@ def budget(
             first step is planned, on the device, or on a CPU in the machine or container.
         headroom: Fraction of the budget that the prediction leaves free, from 0 to below 1.
         swap: Whether activations may be swapped to host memory or disk, or `LMSParams` that select them.
+        max_slowdown: Longest time of a step, over that of the original step, that the planner accepts by prediction.
+            See `MemoryBudget`.
         batch_shape: `(batch, height, width, channels)` of the largest batch; of sequences and volumes likewise.
             `None`: the shape of the first batch. See `MemoryBudget`.
         verbose: 0 prints nothing, 1 a line with the plan and one with the measured peak.
@@ -68,7 +71,7 @@ def budget(
 
     patch = StepPatch(
         model,
-        parse_request(AutoParams(memory_budget, headroom, swap)),
+        parse_request(AutoParams(memory_budget, headroom, swap, max_slowdown=max_slowdown)),
         batch_shape=checked_shape(batch_shape),
         on_plan=print_plan,
         on_measured=print_peak,

@@ -190,6 +190,9 @@ class AutoParams:
             without a search. If `memory_budget` is `"auto"`, the budget is that of the file. A plan that needs more
             than the budget is refused. `None`: a search, or the plan that an earlier process found for an equal step,
             budget and machine.
+        max_slowdown: Longest time of a step that a search accepts, over that of the original step, by prediction; a
+            number from 1 on. If all plans within the budget take longer, a `BudgetError` names a budget that is faster.
+            `math.inf` accepts any time.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -203,9 +206,16 @@ class AutoParams:
     headroom: float = 0.1
     swap: bool | SwapParams = True
     plan: Any = None
+    max_slowdown: float = 10.0
 
     def __post_init__(self) -> None:
         """Check and convert every argument."""
+        expected = f"`max_slowdown` must be a number from 1 on. Received: max_slowdown={self.max_slowdown!r}."
+        if isinstance(self.max_slowdown, bool) or not isinstance(self.max_slowdown, numbers.Real):
+            raise TypeError(expected)
+        object.__setattr__(self, "max_slowdown", float(self.max_slowdown))
+        if not self.max_slowdown >= 1:
+            raise ValueError(expected)
         if not isinstance(self.swap, (bool, SwapParams)):
             raise TypeError(f"`swap` must be a bool or `LMSParams(...)`. Received: swap={self.swap!r}.")
         if self.plan is not None and not isinstance(self.plan, (str, os.PathLike)):

@@ -32,20 +32,20 @@ from tflms_sft._machine.memory_info import device_memory_limit, device_names
 from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._planner.barrier_search import Barriers, BarrierSearch
+from tflms_sft._planner.budget_errors import excess_remedy, takes_most
 from tflms_sft._planner.swap_planner import is_host_tier, reason_without_tier
 from tflms_sft._planner.swap_search import SwapSearch
 from tflms_sft._planner.tile_search import InferenceSearch, TrainingSearch
 from tflms_sft._planner.traced_step import (
     Candidate,
     TracedStep,
-    at_peak,
     least_peak,
     peak_file_bytes,
     reasons,
     seconds_of,
     sizes_in_files,
 )
-from tflms_sft._report.summary import time_text, transient_memory
+from tflms_sft._report.summary import time_text
 from tflms_sft._util.byte_sizes import enough_bytes, format_bytes
 from tflms_sft._util.text import shortened
 
@@ -66,6 +66,12 @@ LARGER_BUDGETS = ((1.25, "a quarter more"), (2.0, "twice as much"))
 
 MAX_NOTED_TIME_RATIO = 0.9
 """Time with a larger budget, over that of the plan, that is worth a note."""
+
+FAST_TIME_RATIO = 2.0
+"""Largest time, over that of the original step, within a budget that an error suggests instead of a slow one."""
+
+MAX_BUDGETS_TRIED, FAST_BUDGET_PRECISION = 5, 1.1
+"""Limits of the search for such a budget: trials, and its ratio to one that is known to be slower."""
 
 MAX_HELPFUL_FRACTION = 0.95
 """Smallest budget with swaps, over that without, that is worth a mention."""
@@ -164,7 +170,8 @@ def plans_within_budget(traced: TracedStep, params: AutoParams, advise: bool = F
         advise: Whether to note for a slow plan the time with larger budgets.
 
     Raises:
-        BudgetError: After the last plan, with the smallest budget that can be met and the largest tensor then.
+        BudgetError: After the last plan, with the smallest budget that can be met and the largest tensor then. If the
+            plans that fit take more than `max_slowdown` times as long as the original step, with a faster budget.
     """
     why = ""
     if not traced.analysis.backward:
@@ -175,12 +182,18 @@ def plans_within_budget(traced: TracedStep, params: AutoParams, advise: bool = F
         params = dataclasses.replace(params, swap=False)
     search = _search(traced)
     least = LeastMemory(traced, search, params)
+    slow: list[FeasiblePlan] = []
     for feasible in itertools.chain(_fitting(traced, search, params, least), least.within(limit_of(traced, params))):
+        if feasible.seconds > params.max_slowdown * traced.seconds:
+            slow.append(feasible)
+            continue
         advice = _larger_budgets(traced, search, params, feasible) if advise else ""
         yield dataclasses.replace(feasible.plan, why=feasible.plan.why or why, advice=advice)
         if feasible.plan.swaps is not None:  # The graph has nothing to swap after all.
             params = dataclasses.replace(params, swap=False)
             least = LeastMemory(traced, search, params)
+    if slow:
+        raise _too_slow(traced, params, search, min(slow, key=lambda plan: plan.seconds))
     raise _too_small(traced, params, search, least)
 
 
@@ -487,6 +500,43 @@ def _too_small(traced: TracedStep, params: AutoParams, search: TileSearch, least
     return error
 
 
+def _too_slow(traced: TracedStep, params: AutoParams, search: TileSearch, plan: FeasiblePlan) -> BudgetError:
+    """Return the error for a step whose plans all take longer than `max_slowdown` allows; `plan` is the fastest."""
+    ratio = plan.seconds / traced.seconds
+    budget, faster = _fast_budget(traced, params, search)
+    tensor = takes_most(traced, plan.plan.plans, traced.plain.peak)[1]
+    error = BudgetError(
+        "`memory_budget` makes this step slow. Received: memory_budget="
+        f"{format_bytes(params.memory_budget)} ({params.memory_budget} bytes), within which the fastest plan is "
+        f"predicted to take {ratio:.3g} times as long as the original step, with a peak of "
+        f"{format_bytes(plan.peak_bytes)}. "
+        f'Expected: at most max_slowdown={params.max_slowdown:g}. Pass memory_budget="{enough_bytes(budget)}", which '
+        f"takes {faster:.2f} times as long, or `max_slowdown={math.ceil(ratio * 1.01)}` to train with this plan."
+    )
+    error.smallest_bytes = budget
+    error.tensor = tensor
+    return error
+
+
+def _fast_budget(traced: TracedStep, params: AutoParams, search: TileSearch) -> tuple[int, float]:
+    """Return a small budget within which a step takes at most `FAST_TIME_RATIO` times as long, and that ratio.
+
+    Bisects between the given budget, which is too small, and one that the original step needs.
+    """
+    slow, fast, ratio = params.memory_budget, _smallest_budget(traced, params, traced.plain.peak), 1.0
+    for _ in range(MAX_BUDGETS_TRIED):
+        if fast <= FAST_BUDGET_PRECISION * slow:
+            break
+        budget = int(math.sqrt(slow * fast))
+        larger = dataclasses.replace(params, memory_budget=budget)
+        plans = _fitting(traced, search, larger, LeastMemory(traced, search, larger))
+        if plans and plans[0].seconds <= FAST_TIME_RATIO * traced.seconds:
+            fast, ratio = budget, max(plans[0].seconds / traced.seconds, 1.0)
+        else:
+            slow = budget
+    return fast, ratio
+
+
 def _smallest_budget(traced: TracedStep, params: AutoParams, peak: Peak) -> int:
     """Return the smallest budget whose limit allows a peak."""
     return int((peak.peak_bytes + traced.excess_bytes) / (1 - params.headroom)) + 1
@@ -502,6 +552,8 @@ def _remedy(traced: TracedStep, params: AutoParams, search: TileSearch, smallest
     """
     budget, fixed = params.memory_budget, traced.fixed_bytes
     larger = f'Pass memory_budget="{enough_bytes(smallest)}" or more ({time_text(plan.time_ratio)})'
+    if plan.time_ratio > params.max_slowdown:
+        larger += f" with `max_slowdown={math.ceil(1.01 * plan.time_ratio)}`"
     memory = device_memory_limit(traced.devices)
     if memory is not None and smallest > memory:
         larger = f"TensorFlow allocates {format_bytes(memory)} on {device_names(traced.devices)}: use more memory"
@@ -533,40 +585,3 @@ def _is_mixed(traced: TracedStep) -> bool:
     """Return whether a step has tensors of half precision already."""
     nodes = traced.analysis.graph.nodes.values()
     return any(dtype in (tf.float16, tf.bfloat16) for node in nodes for dtype, _ in node.outputs)
-
-
-def excess_remedy(excess_bytes: int, budget: int, least: int = 0, *, is_used: bool) -> str:
-    """Return the remedy, and for a used process the usual reason, where a step exceeds its predicted memory.
-
-    Args:
-        excess_bytes: Measured less predicted memory.
-        budget: Bytes.
-        least: Predicted bytes of the plan that needs least, if known.
-        is_used: Whether much memory had been in use before the step began; else there is no reason to name, and no
-            remedy if `headroom` does not help.
-    """
-    headroom = f"`headroom={min(math.ceil(100 * excess_bytes / budget) / 100, 0.99):g}`"
-    suffices = least + excess_bytes <= budget
-    if not is_used:
-        return f"Leave more of the budget free, such as {headroom}." if suffices else ""
-    text = (
-        "In a process that has trained before, even if that training was interrupted, memory is more fragmented: "
-        "train in a fresh process"
-    )
-    if not suffices:
-        return f"{text}. More `headroom` does not help, because no plan is smaller."
-    return f"{text}, or leave more of the budget free, such as {headroom}."
-
-
-def takes_most(traced: TracedStep, plans: list[SegmentPlan], peak: Peak) -> tuple[str, str]:
-    """Return a text about the largest users of memory at a peak, for an error, and the name of the largest tensor.
-
-    Memory of running ops, and the tensor lists of the loop that saves most, are part of the text if they exceed the
-    largest tensor.
-    """
-    tensors, loops, running_sizes = at_peak(traced, plans, peak)
-    name, size = tensors[0] if tensors else ("the variables", traced.fixed_bytes)
-    others = [(num_bytes, f"saved inside {loop}") for loop, num_bytes in loops[:1]]
-    others += [(num_bytes, text) for text, num_bytes in transient_memory(running_sizes)]
-    larger = [f"{format_bytes(num_bytes)} are {text}, " for num_bytes, text in others if num_bytes > size]
-    return f"{''.join(larger)}`{name}` is {format_bytes(size)}", name
