@@ -1,10 +1,11 @@
 """Ops that TensorFlow merges into one kernel after a graph has been rewritten.
 
 A merged op waits for everything that one of its parts waits for. A path that leaves one part and comes back to another
-one, through a swap-in for example, then closes a cycle, and the step fails before it starts. Two merges do not look for
+one, through a swap-in for example, then closes a cycle, and the step fails before it starts. Three merges do not look for
 such a path:
 
 - grappler's remapper fuses a contraction with the ops that alone consume it (`may_fuse_with_consumer`);
+- constant folding moves a constant factor into the product that alone reads the scaled tensor (`may_move_constant`);
 - oneDNN's layout pass merges the gradients of a filter and of a bias that read the same gradient
   (tensorflow/core/common_runtime/mkl_layout_pass.cc).
 """
@@ -20,11 +21,16 @@ from rewriters.ir.op_traits import Trait, ops_with
 
 __all__: list[str] = []
 
-_FIRST = ops_with(Trait.FUSION_ROOT) | ops_with(Trait.FUSED_PADDING)
+_FIRST = ops_with(Trait.FUSION_ROOT) | ops_with(Trait.FUSED_PADDING) | ops_with(Trait.SCALES)
 _GRADIENT_OPERAND = 2
 """Operand of the gradient of a filter that is the gradient of the convolution's result."""
 
 Consumers = Mapping[Tensor, Sequence[tuple[Node, int]]]
+
+
+def may_merge(node: Node, reader: Node | None = None) -> bool:
+    """Return whether an op may become a part of its only consumer; of any consumer if none is given."""
+    return properties.may_fuse_with_consumer(node, reader) or properties.may_move_constant(node, reader)
 
 
 def bias_gradients(nodes: Iterable[Node], consumers: Consumers) -> dict[Node, Node]:
@@ -57,7 +63,7 @@ def merged_ops(nodes: Iterable[Node], consumers: Consumers) -> dict[Node, Node]:
             continue
         while node not in merged and len(node.outputs) == 1:
             reads = consumers.get(node.out(), ())
-            if len(reads) != 1 or not properties.may_fuse_with_consumer(node, reads[0][0]):
+            if len(reads) != 1 or not may_merge(node, reads[0][0]):
                 break
             merged[node] = reads[0][0]
             node = reads[0][0]

@@ -21,6 +21,7 @@ _IN_PLACE = ops_with(Trait.IN_PLACE)
 _FUSION_ROOTS = ops_with(Trait.FUSION_ROOT)
 _EPILOGUES = ops_with(Trait.FUSION_EPILOGUE)
 _PADDING = ops_with(Trait.FUSED_PADDING)
+_SCALES = ops_with(Trait.SCALES)
 _NO_ALLOCATION = ops_with(Trait.NO_ALLOCATION)
 
 _ONEDNN_NEEDS = {
@@ -63,6 +64,20 @@ def may_fuse_with_consumer(node: Node, reader: Node | None = None) -> bool:
     if node.op in _PADDING:
         return reader is None or reader.op in _FUSION_ROOTS
     return node.op in _FUSION_ROOTS | _EPILOGUES and (reader is None or reader.op in _EPILOGUES)
+
+
+def may_move_constant(node: Node, reader: Node | None = None) -> bool:
+    """Return whether TensorFlow may compute the constant factor of an op with that of its only consumer.
+
+    (x * 2) * c becomes x * (2 * c) once c is a constant (`ConstantPushDown` in TensorFlow's constant folding). What
+    waits for the first product then waits for c.
+
+    Args:
+        node: The operation.
+        reader: Its only consumer; any if it is not given.
+    """
+    has_constant = node.op in _SCALES and any(tensor.node.op == "Const" for tensor in node.inputs)
+    return has_constant and (reader is None or reader.op in _SCALES)
 
 
 def comparing_kernels() -> frozenset[str]:

@@ -14,16 +14,7 @@ from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.device.kernel_audit import reads_gpu_memory
 from rewriters.device.kernel_scratch import ConcurrencyGroup
 from rewriters.device.properties import forwards_input_buffer, may_fuse_with_consumer
-from rewriters.emission.buffers import (
-    Buffer,
-    DeviceBuffer,
-    FileBuffer,
-    Span,
-    corner_and_size,
-    host_scalar,
-    stacked,
-    static_sizes,
-)
+from rewriters.emission.buffers import DeviceBuffer, Span, corner_and_size, host_scalar, stacked, static_sizes
 from rewriters.emission.file_buffers import FileBuffers, return_pages
 from rewriters.emission.file_reads import read_region
 from rewriters.emission.loop_tensors import (
@@ -357,10 +348,6 @@ class IterationEmitter:
         value = tf.fill(sizes, tf.reshape(number, []))
         value.set_shape(static_sizes(spans, tensor.shape))
         return value
-
-    def buffer(self, tensor: Tensor, handle: Any) -> Buffer:
-        """Return the full-size result whose state variable is `handle`."""
-        return FileBuffer(handle) if tensor in self.loop.in_files else DeviceBuffer(handle)
 
     def batch_span(self) -> Span:
         """Return the span of the batch that the iteration covers; `None` for the full batch."""

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
-from rewriters.emission.buffers import Buffer, DeviceBuffer, Span, empty_buffer, stacked
+from rewriters.emission.buffers import Buffer, DeviceBuffer, FileBuffer, Span, empty_buffer, stacked
 from rewriters.emission.file_buffers import FileBuffers, accumulator_dtype
 from rewriters.emission.while_loop import LoopState
 from rewriters.ir.graph import Tensor
@@ -51,6 +51,10 @@ class Iteration(Protocol):
 
     row_axis: int
 
+    @property
+    def loop(self) -> LoopContext:
+        """Return the loop."""
+
     def value(self, tensor: Tensor) -> Any:
         """Return the rows of a tensor that the iteration computed."""
 
@@ -59,9 +63,6 @@ class Iteration(Protocol):
 
     def spans(self, tensor: Tensor, region: Region) -> list[Span]:
         """Return the place of a region in the full-size image."""
-
-    def buffer(self, tensor: Tensor, handle: Any) -> Buffer:
-        """Return the full-size result whose state variable is `handle`."""
 
     def batch_span(self) -> Span:
         """Return the span of the batch that the iteration covers; `None` for the full batch."""
@@ -106,6 +107,11 @@ class LoopOutput(Protocol):
         """Return the values of its tensors from the final values of its variables."""
 
 
+def _buffer(iteration: Iteration, tensor: Tensor, handle: Any) -> Buffer:
+    """Return the full-size result whose state variable is `handle`."""
+    return FileBuffer(handle) if tensor in iteration.loop.in_files else DeviceBuffer(handle)
+
+
 def loop_state_dtype(tile_loop: TileLoop, tensor: Tensor) -> tf.DType:
     """Return the dtype in which a loop holds a result: float32 for most sums in half precision.
 
@@ -148,7 +154,7 @@ class TiledOutput:
         """Write the cell into the buffer."""
         (tensor,) = self.tensors
         part = iteration.fit(tensor, self._cell, 0.0)
-        return [iteration.buffer(tensor, values[0]).write(iteration.spans(tensor, self._cell), part)]
+        return [_buffer(iteration, tensor, values[0]).write(iteration.spans(tensor, self._cell), part)]
 
     def final(self, values: Sequence[Any]) -> list[Any]:
         """Return the buffer."""
@@ -170,7 +176,7 @@ class ScatterAddOutput:
         """Add the rows to the buffer."""
         (tensor,) = self.tensors
         part = tf.cast(iteration.value(tensor), values[0].dtype)
-        return [iteration.buffer(tensor, values[0]).accumulate(iteration.spans(tensor, self._region), part)]
+        return [_buffer(iteration, tensor, values[0]).accumulate(iteration.spans(tensor, self._region), part)]
 
     def final(self, values: Sequence[Any]) -> list[Any]:
         """Return the buffer, cast to the dtype of the tensor."""

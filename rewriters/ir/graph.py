@@ -226,7 +226,7 @@ class Tensor(NamedTuple):
         if self.node.loop is not None and dtype == tf.variant and self.index in self.node.loop.lists:
             return self.node.loop.lists[self.index].num_bytes(batch)
         num_bytes = shape_bytes(dtype, shape, batch)
-        if self.node.op in _REDUCTIONS and shape is not None and None in shape:
+        if self.node.op in _REDUCTIONS and self.node.inputs and shape is not None and None in shape:
             operand = self.node.inputs[0]
             if operand.shape is not None and operand.dtype == dtype:
                 return min(num_bytes, operand.num_bytes(batch))

@@ -72,6 +72,12 @@ class Trait(enum.Flag):
     FUSION_EPILOGUE = enum.auto()
     """TensorFlow may fuse it into the contraction that it follows, or with another epilogue after it."""
 
+    MATRIX_PRODUCT = enum.auto()
+    """Multiplies two matrices or two batches of matrices."""
+
+    SCALES = enum.auto()
+    """TensorFlow may compute its constant operand with that of a product or quotient that alone consumes it."""
+
     FUSED_PADDING = enum.auto()
     """TensorFlow may fuse it into the contraction that alone consumes it."""
 
@@ -207,7 +213,7 @@ OP_TRAITS: dict[str, OpTraits] = {
     "ClipByValue": OpTraits(T.ELEMENTWISE | T.IN_PLACE),
     "Cos": OpTraits(T.ELEMENTWISE | T.IN_PLACE),
     "Cosh": OpTraits(T.ELEMENTWISE),
-    "Div": OpTraits(T.ELEMENTWISE | T.IN_PLACE | T.SHRINKABLE, linear_in=(0,)),
+    "Div": OpTraits(T.ELEMENTWISE | T.IN_PLACE | T.SHRINKABLE | T.SCALES, linear_in=(0,)),
     "Digamma": OpTraits(T.ELEMENTWISE),
     "DivNoNan": OpTraits(T.ELEMENTWISE | T.IN_PLACE | T.SHRINKABLE, linear_in=(0,)),
     "Elu": OpTraits(T.ELEMENTWISE | T.IN_PLACE | T.FUSION_EPILOGUE),
@@ -245,7 +251,7 @@ OP_TRAITS: dict[str, OpTraits] = {
     "Maximum": OpTraits(T.ELEMENTWISE | T.IN_PLACE | T.SHRINKABLE),
     "Minimum": OpTraits(T.ELEMENTWISE | T.IN_PLACE | T.SHRINKABLE),
     "Mod": OpTraits(T.ELEMENTWISE),
-    "Mul": OpTraits(T.ELEMENTWISE | T.IN_PLACE | T.SHRINKABLE | T.INDEX_ARITHMETIC, linear_in=(0, 1)),
+    "Mul": OpTraits(T.ELEMENTWISE | T.IN_PLACE | T.SHRINKABLE | T.INDEX_ARITHMETIC | T.SCALES, linear_in=(0, 1)),
     "MulNoNan": OpTraits(T.ELEMENTWISE | T.IN_PLACE | T.SHRINKABLE, linear_in=(0, 1)),
     "Ndtri": OpTraits(T.ELEMENTWISE),
     "Neg": OpTraits(T.ELEMENTWISE | T.IN_PLACE | T.SHRINKABLE, linear_in=(0,)),
@@ -253,7 +259,7 @@ OP_TRAITS: dict[str, OpTraits] = {
     "OnesLike": OpTraits(T.ELEMENTWISE),
     "Pow": OpTraits(T.ELEMENTWISE | T.IN_PLACE | T.SHRINKABLE),
     "PreventGradient": OpTraits(T.ELEMENTWISE | T.FORWARDS_BUFFER | T.SHRINKABLE, linear_in=(0,)),
-    "RealDiv": OpTraits(T.ELEMENTWISE | T.IN_PLACE | T.SHRINKABLE, linear_in=(0,)),
+    "RealDiv": OpTraits(T.ELEMENTWISE | T.IN_PLACE | T.SHRINKABLE | T.SCALES, linear_in=(0,)),
     "Reciprocal": OpTraits(T.ELEMENTWISE | T.IN_PLACE | T.SHRINKABLE),
     "ReciprocalGrad": OpTraits(T.ELEMENTWISE, linear_in=(1,)),
     "Relu": OpTraits(T.ELEMENTWISE | T.IN_PLACE | T.FUSION_EPILOGUE),
@@ -290,7 +296,8 @@ OP_TRAITS: dict[str, OpTraits] = {
     "Xlog1py": OpTraits(T.ELEMENTWISE),
     "Xlogy": OpTraits(T.ELEMENTWISE),
     # Contractions, convolutions, pooling and their gradients.
-    "BatchMatMulV2": OpTraits(T.FUSION_ROOT),
+    "BatchMatMul": OpTraits(T.MATRIX_PRODUCT),
+    "BatchMatMulV2": OpTraits(T.FUSION_ROOT | T.MATRIX_PRODUCT),
     "Conv2D": OpTraits(T.CONVOLUTION | T.FUSION_ROOT),
     "Conv2DBackpropFilter": OpTraits(T.CONV_FILTER_GRADIENT),
     "Conv2DBackpropInput": OpTraits(T.CONV_INPUT_GRADIENT, shape_operand=0),
@@ -300,7 +307,7 @@ OP_TRAITS: dict[str, OpTraits] = {
     "DepthwiseConv2dNative": OpTraits(T.FUSION_ROOT),
     "DepthwiseConv2dNativeBackpropFilter": OpTraits(T.DEPTHWISE_GRADIENT),
     "DepthwiseConv2dNativeBackpropInput": OpTraits(T.DEPTHWISE_GRADIENT),
-    "MatMul": OpTraits(T.FUSION_ROOT),
+    "MatMul": OpTraits(T.FUSION_ROOT | T.MATRIX_PRODUCT),
     "MaxPool3DGrad": OpTraits(gradient_of="MaxPool3D"),
     "MaxPoolGrad": OpTraits(gradient_of="MaxPool"),
     # Reductions.

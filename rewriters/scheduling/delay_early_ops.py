@@ -15,7 +15,8 @@ import tensorflow as tf
 from rewriters.analysis import summation_order
 from rewriters.analysis.autodiff_roles import data_dependent_nodes, reads_shape_only
 from rewriters.analysis.graph_analysis import GraphAnalysis, require_analysed
-from rewriters.device.properties import forwards_input_buffer, may_fuse_with_consumer
+from rewriters.device.merged_kernels import may_merge
+from rewriters.device.properties import forwards_input_buffer
 from rewriters.ir.graph import LOOPS, Graph, Node, Tensor, descendants, predecessors
 from rewriters.ir.loop_bodies import is_folded
 from rewriters.ir.static_values import constant, int_constant, type_attr
@@ -126,9 +127,7 @@ class DelayOptimizerOps(EdgePass):
                 continue
             first = min(readers, key=position.__getitem__)
             control = waits.get(first) or _last_data_operand(first, data, position)
-            while control is not None and (
-                control in later or may_fuse_with_consumer(control) or control.name in fixed
-            ):
+            while control is not None and (control in later or may_merge(control) or control.name in fixed):
                 control = _last_data_operand(control, data, position)
             if control is not None:
                 waits[node] = control
@@ -275,7 +274,7 @@ class _DelayPlanner:
         first = min(readers, key=self.analysis.position.__getitem__)
         others = [tensor.node for tensor in first.inputs] + ([self.waits[first]] if first in self.waits else [])
         control = self._last(others)
-        while control is not None and may_fuse_with_consumer(control):
+        while control is not None and may_merge(control):
             # Fused with a consumer of both, the control op would wait for a node that waits for it.
             control = self._last(predecessors(control))
         if control is None or self.ready[control] <= self.ready[node]:

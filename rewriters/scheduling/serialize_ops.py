@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 from rewriters.analysis.autodiff_roles import reads_shape_only
 from rewriters.device.kernel_scratch import ConcurrencyGroup, is_conv_or_pool_grad, takes_memory
+from rewriters.device.merged_kernels import may_merge
 from rewriters.device.properties import (
     allocates,
     device_of,
     forwards_input_buffer,
-    may_fuse_with_consumer,
     may_run_in_place,
 )
 from rewriters.ir.graph import Graph, Node, Tensor, predecessors
@@ -124,7 +124,7 @@ def _fusion_group(
     group: set[Node] = set()
     while len(reads := consumers.get(node.out(), ()) if len(node.outputs) == 1 else ()) == 1:
         consumer = reads[0][0]
-        if not may_fuse_with_consumer(node, consumer):
+        if not may_merge(node, consumer):
             break
         stack = [consumer]
         while stack:

@@ -97,8 +97,8 @@ def in_files(monkeypatch, tmp_path):
     rewrite = importlib.import_module("tflms_sft._rewrite.rewrite")
     analyse_step = rewrite.analyse_step
 
-    def analysed(*arguments):
-        traced = analyse_step(*arguments)
+    def analysed(*arguments, **options):
+        traced = analyse_step(*arguments, **options)
         return dataclasses.replace(traced, files=FileBuffers(str(tmp_path), traced.batch))
 
     monkeypatch.setattr(rewrite, "analyse_step", analysed)

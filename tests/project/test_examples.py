@@ -316,7 +316,7 @@ def test_invalid_folders_are_refused(tmp_path, capsys, monkeypatch):
 
 def test_slide_trains_within_its_budget_and_draws(tmp_path):
     printed = run("slide", "--sizes", 320, "--steps", 2, "--budget", "64MiB", "--output", tmp_path)
-    assert re.search(r"unet, 320 x 320: 1 segment\(s\) in \d+x\d+ tiles", printed), printed
+    assert re.search(r"unet, 320 x 320: 1 segment\(s\) in \d+ rows x \d+ columns of tiles", printed), printed
     assert len(re.findall(r"  ok: \d+ MiB in the last step", printed)) == 2, printed
     for network in ("unet", "resnet"):
         assert io.imread(tmp_path / f"slide-memory-{network}.png").std() > 10

@@ -39,7 +39,7 @@ def test_first_call_above_its_budget_warns_once(monkeypatch):
     tf.function(step)(images)
     assert not reads
     predicted = step.plan.predicted.peak_bytes
-    headroom = math.ceil((1 - predicted / int(1.06 * budget)) * 100) / 100
+    headroom = math.ceil(100 * (int(1.06 * budget) - predicted) / budget) / 100
     with pytest.warns(UserWarning) as caught:
         step(images)
     assert [str(warning.message) for warning in caught] == [

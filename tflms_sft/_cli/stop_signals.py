@@ -14,9 +14,14 @@ __all__: list[str] = []
 REASONS = {
     signal.SIGINT: ("stopped with Ctrl-C", INTERRUPTED),
     signal.SIGTERM: ("stopped with SIGTERM", TERMINATED),
-    signal.SIGALRM: ("stopped by --time-limit", None),
 }
-"""Text of each signal, and its exit code; `None` for that of the result."""
+"""Text of each signal, and its exit code."""
+
+TIME_LIMIT = "stopped by --time-limit", None
+"""Text of the end of the time, and no exit code: that of the result holds."""
+
+_HAS_TIMER = hasattr(signal, "SIGALRM")
+"""Whether the system has a timer that interrupts a call, unlike Windows."""
 
 
 class Stop:
@@ -38,20 +43,26 @@ class _StopError(BaseException):
 
 @contextlib.contextmanager
 def stoppable(seconds: float | None) -> Iterator[Stop]:
-    """Run a block until it ends, or until a signal or `seconds` stop it; the block's results must be kept outside."""
+    """Run a block until it ends, or until a signal or `seconds` stop it; the block's results must be kept outside.
+
+    Windows has no timer that interrupts the block, so that `seconds` do not count there.
+    """
     stop = Stop()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        stop.reason, stop.code = REASONS[signal.Signals(number)]
+        stop.reason, stop.code = REASONS.get(signal.Signals(number), TIME_LIMIT)
         raise _StopError
 
-    previous = {number: signal.signal(number, on_signal) for number in REASONS}
+    numbers = [*REASONS, *([signal.SIGALRM] if _HAS_TIMER else [])]
+    previous = {number: signal.signal(number, on_signal) for number in numbers}
     try:
-        signal.setitimer(signal.ITIMER_REAL, seconds or 0)
+        if _HAS_TIMER:
+            signal.setitimer(signal.ITIMER_REAL, seconds or 0)
         yield stop
     except _StopError:
         pass
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        if _HAS_TIMER:
+            signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in previous.items():
             signal.signal(number, handler)

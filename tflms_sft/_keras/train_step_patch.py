@@ -253,7 +253,7 @@ class StepPatch:
     @property
     def is_installed(self) -> bool:
         """Tell whether the patch is in the model."""
-        return self.model.__dict__.get(self.kind.slot) is self
+        return getattr(self.model, "__dict__", {}).get(self.kind.slot) is self
 
     @property
     def has_disabled_jit(self) -> bool:
