@@ -1,8 +1,8 @@
 """Ops that TensorFlow merges into one kernel after a graph has been rewritten.
 
 A merged op waits for everything that one of its parts waits for. A path that leaves one part and comes back to another
-one, through a swap-in for example, then closes a cycle, and the step fails before it starts. Three merges do not look for
-such a path:
+one, through a swap-in for example, then closes a cycle, and the step fails before it starts. Three merges do not look
+for such a path:
 
 - grappler's remapper fuses a contraction with the ops that alone consume it (`may_fuse_with_consumer`);
 - constant folding moves a constant factor into the product that alone reads the scaled tensor (`may_move_constant`);

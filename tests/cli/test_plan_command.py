@@ -178,7 +178,7 @@ def test_example_with_too_small_budget_exits_with_1(cli):
     assert error["type"] == "BudgetError" and f"needs {error['smallest_bytes'] / 1024:.0f} KiB" in error["message"]
     assert "error: --budget is too small for this step. Received: --budget 20 KiB" in err and "Traceback" not in err
     smallest = error["smallest_bytes"]
-    assert cli(*arguments[:5], f"{smallest}B")[0] == 0
+    assert cli(*arguments[:5], f"{smallest}B", "--max-slowdown", "1000")[0] == 0
 
 
 def test_interrupt_exits_with_130(cli, monkeypatch):

@@ -214,7 +214,7 @@ def test_swaps_stay_behind_their_triggers(name):
         for one in (graph(name), after(name))
     )
     triggered = [node for node in before if len(node.input) > 1]
-    assert len(triggered) >= 3
+    assert len(triggered) >= 2
     for node in before:
         same = [other.name for other in now if other.input[0] == node.input[0]]
         triggers = [operand.removeprefix("^") for operand in node.input[1:]]

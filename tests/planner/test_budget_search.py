@@ -24,7 +24,6 @@ from rewriters.estimates.op_cost import DIRECT, NOMINAL
 from tflms_sft import AutoParams, BudgetError, LMSParams, MemoryBudget
 from tflms_sft._machine.memory_info import free_memory
 from tflms_sft._params.swap_params import SwapParams
-from tflms_sft._planner.budget_errors import excess_remedy
 from tflms_sft._planner.budget_search import (
     LESS,
     TILE_PEAK_FRACTIONS,
@@ -38,6 +37,7 @@ from tflms_sft._planner.budget_search import (
 from tflms_sft._planner.swap_planner import NothingToSwapError, apply_swaps
 from tflms_sft._planner.swap_search import SwapSearch
 from tflms_sft._planner.traced_step import analyse_step, seconds_of
+from tflms_sft._report.summary import excess_remedy
 from tflms_sft._trace.step_tracing import trace_step
 
 IMAGES = np.random.default_rng(0).normal(size=(2, 64, 64, 3)).astype("float32")

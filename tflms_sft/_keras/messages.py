@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from rewriters.device import properties
 from rewriters.errors import BudgetError
-from tflms_sft._planner.budget_errors import excess_remedy
 from tflms_sft._report.plan import Plan
 from tflms_sft._report.plan_records import Measurement
+from tflms_sft._report.summary import excess_remedy
 from tflms_sft._util.byte_sizes import format_bytes, format_excess
 
 MIN_COUNTED_FRACTION = 0.5

@@ -32,7 +32,6 @@ from tflms_sft._machine.memory_info import device_memory_limit, device_names
 from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._planner.barrier_search import Barriers, BarrierSearch
-from tflms_sft._planner.budget_errors import excess_remedy, takes_most
 from tflms_sft._planner.swap_planner import is_host_tier, reason_without_tier
 from tflms_sft._planner.swap_search import SwapSearch
 from tflms_sft._planner.tile_search import InferenceSearch, TrainingSearch
@@ -44,8 +43,9 @@ from tflms_sft._planner.traced_step import (
     reasons,
     seconds_of,
     sizes_in_files,
+    takes_most,
 )
-from tflms_sft._report.summary import time_text
+from tflms_sft._report.summary import excess_remedy, time_text
 from tflms_sft._util.byte_sizes import enough_bytes, format_bytes
 from tflms_sft._util.text import shortened
 

@@ -42,6 +42,7 @@ from tflms_sft._report.plan import Plan
 from tflms_sft._report.plan_records import Prediction
 from tflms_sft._report.segment_report import describe_segment, shares
 from tflms_sft._report.summary import MAX_LARGEST
+from tflms_sft._report.summary import transient_memory as transient_texts
 from tflms_sft._trace.layer_names import LayerRecord, display_names, part_name
 from tflms_sft._trace.step_tracing import arguments_of
 from tflms_sft._util.byte_sizes import format_bytes
@@ -575,3 +576,17 @@ def reasons(traced: TracedStep, left: Sequence[SkippedOps]) -> tuple[tuple[str, 
 
 def _layer_name(traced: TracedStep, op: str) -> str:
     return part_name(traced.record, op) or f"op {op!r}"
+
+
+def takes_most(traced: TracedStep, plans: list[SegmentPlan], peak: Peak) -> tuple[str, str]:
+    """Return a text about the largest users of memory at a peak, for an error, and the name of the largest tensor.
+
+    Memory of running ops, and the tensor lists of the loop that saves most, are part of the text if they exceed the
+    largest tensor.
+    """
+    tensors, loops, running_sizes = at_peak(traced, plans, peak)
+    name, size = tensors[0] if tensors else ("the variables", traced.fixed_bytes)
+    others = [(num_bytes, f"saved inside {loop}") for loop, num_bytes in loops[:1]]
+    others += [(num_bytes, text) for text, num_bytes in transient_texts(running_sizes)]
+    larger = [f"{format_bytes(num_bytes)} are {text}, " for num_bytes, text in others if num_bytes > size]
+    return f"{''.join(larger)}`{name}` is {format_bytes(size)}", name

@@ -295,3 +295,26 @@ def grid_text(plan: PlanRecord, segment: PlannedSegment, counts: tuple[int, ...]
 
 def _joined(names: tuple[str, ...]) -> str:
     return names[0] if len(names) == 1 else f"({', '.join(names)})" if names else "nothing"
+
+
+def excess_remedy(excess_bytes: int, budget: int, least: int = 0, *, is_used: bool) -> str:
+    """Return the remedy, and for a used process the usual reason, where a step exceeds its predicted memory.
+
+    Args:
+        excess_bytes: Measured less predicted memory.
+        budget: Bytes.
+        least: Predicted bytes of the plan that needs least, if known.
+        is_used: Whether much memory had been in use before the step began; else there is no reason to name, and no
+            remedy if `headroom` does not help.
+    """
+    headroom = f"`headroom={min(math.ceil(100 * excess_bytes / budget) / 100, 0.99):g}`"
+    suffices = least + excess_bytes <= budget
+    if not is_used:
+        return f"Leave more of the budget free, such as {headroom}." if suffices else ""
+    text = (
+        "In a process that has trained before, even if that training was interrupted, memory is more fragmented: "
+        "train in a fresh process"
+    )
+    if not suffices:
+        return f"{text}. More `headroom` does not help, because no plan is smaller."
+    return f"{text}, or leave more of the budget free, such as {headroom}."

@@ -17,8 +17,8 @@ from rewriters.step_importer import StepImporter
 from rewriters.swapping.tiers import Tier
 from tflms_sft._batches.batch_limits import BatchLimit, planned_size_error
 from tflms_sft._cluster.worker_watch import workers_watched
-from tflms_sft._planner.budget_errors import excess_remedy
 from tflms_sft._report.plan import Plan, amend_plan
+from tflms_sft._report.summary import excess_remedy
 from tflms_sft._rewrite.peak_statistics import read_peak, reset_peak
 from tflms_sft._sources.region_reads import read_errors
 from tflms_sft._trace.step_tracing import spec_of

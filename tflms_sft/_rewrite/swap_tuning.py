@@ -11,10 +11,9 @@ from rewriters.errors import BudgetError
 from tflms_sft._machine.calibration import machine_rates
 from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._params.tile_params import AutoParams
-from tflms_sft._planner.budget_errors import takes_most
 from tflms_sft._planner.swap_planner import apply_swaps
 from tflms_sft._planner.swap_search import SwapSearch
-from tflms_sft._planner.traced_step import TracedStep, analyse_step, collector_paused
+from tflms_sft._planner.traced_step import TracedStep, analyse_step, collector_paused, takes_most
 from tflms_sft._rewrite.measure import measure
 from tflms_sft._rewrite.rewrite import require_batch, rewrite
 from tflms_sft._trace.step_tracing import batch_of, trace_step
