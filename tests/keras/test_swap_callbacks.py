@@ -518,7 +518,8 @@ def test_spill_store_releases_arrays_at_next_transfer(tmp_path):
         fast = tflms_sft.rewrite(step, params, tf.constant(X[:2]), tf.constant(Y[:2]))
     fast(X[:2], Y[:2])
     largest = max(swap.num_bytes for swap in fast.plan.swaps)
-    assert len(alive) > 20 and max(alive) <= 2 * largest
+    # Two large ones, beside vectors of the batch normalization.
+    assert len(alive) > 20 and max(alive) < 2.1 * largest
 
 
 @pytest.mark.parametrize("dtype", ("float32", "float16", "int8", "bool", "bfloat16", "complex64"))

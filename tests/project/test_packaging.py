@@ -126,23 +126,20 @@ def test_wheel_installs_command(wheel, tmp_path):
         assert (done.returncode, done.stdout) == (code, text), done.stderr
 
 
-def test_import_takes_less_than_a_second_without_tensorflow():
-    """And nothing else that is slow: no matplotlib, and no SciPy but where Keras imports it itself."""
+def test_import_loads_no_package_besides_tensorflow_and_keras():
+    """Nothing that is slow to load: no matplotlib, and no SciPy but where Keras imports it itself."""
     program = """
-import sys, time
+import sys
 import keras, tensorflow
-before, began = set(sys.modules), time.process_time()
+before = set(sys.modules)
 import tflms_sft
 for name in tflms_sft.__all__:
     getattr(tflms_sft, name)
-print(time.process_time() - began)
 print(*sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
-    seconds, modules = done.stdout.splitlines()
-    assert float(seconds) < 1
-    assert set(modules.split()) - {*sys.stdlib_module_names, "tensorflow", "keras"} == {"tflms_sft", "rewriters"}
+    assert set(done.stdout.split()) - {*sys.stdlib_module_names, "tensorflow", "keras"} == {"tflms_sft", "rewriters"}
 
 
 def test_wheel_has_requirements_and_extras(metadata):

@@ -33,11 +33,11 @@ class MemoryBudget(RewritingCallback):
             peak of the first step exceeds the budget; lower it if predictions are accurate for your network.
         swap: Whether activations may be swapped to host memory or disk, and large results of tile loops may lie in
             files, if tiles alone do not keep the budget or cost much time. `LMSParams` select tensors and destination.
+        plan: File that `Plan.save` wrote for this training; see `AutoParams`. Evaluation and prediction have plans of
+            their own.
         max_slowdown: Longest time of a step, over that of the original step, that the planner accepts by prediction. If
             all plans within the budget take longer, a `BudgetError` names a budget that is faster. `math.inf` accepts
             any time.
-        plan: File that `Plan.save` wrote for this training; see `AutoParams`. Evaluation and prediction have plans of
-            their own.
         batch_shape: `(batch, height, width, channels)` of the largest batch, of volumes `(batch, depth, height, width,
             channels)`, of sequences `(batch, length, channels)`. `None`: the shape of the first batch. Pass it if a
             later batch is larger and does not fit without rewriting. Under `MirroredStrategy` it is the shape of a
@@ -70,8 +70,8 @@ class MemoryBudget(RewritingCallback):
         *,
         headroom: float = 0.1,
         swap: bool | LMSParams = True,
-        max_slowdown: float = 10.0,
         plan: str | os.PathLike[str] | None = None,
+        max_slowdown: float = 10.0,
         batch_shape: Sequence[int] | None = None,
         verbose: int = 1,
         log_dir: str | os.PathLike[str] | None = None,
