@@ -81,6 +81,8 @@ def cycle_of_merged(graph: Graph) -> list[str]:
 
     waits: dict[Node, set[Node]] = {}
     for node in graph.nodes.values():
+        if node.op == "Const":  # Waits for ops beside it, to be alive no longer than they are; no value depends on it.
+            continue
         whole = kernel(node)
         for before in predecessors(node):
             if kernel(before) is not whole or (before not in merged and node not in merged):

@@ -209,8 +209,13 @@ def noise_step(
     return model_step(model, batches, known_batch, arguments)
 
 
-def model_step(model: Any, batches: Any, known_batch: bool, compile_args: dict[str, Any]) -> Step:
-    """`train_step` of a compiled model, traced once. A batch has the model's inputs, then a target for each output."""
+def model_step(model: Any, batches: Any, known_batch: bool, compile_args: dict[str, Any], updates: int = 1) -> Step:
+    """`train_step` of a compiled model, traced once. A batch has the model's inputs, then a target for each output.
+
+    With several `updates`, a step is like that of a generative adversarial network: before each update the largest
+    kernel is scaled to a norm of one or less, as in spectral normalization; after the last one the moving averages of
+    all weights are assigned, and the network runs once more.
+    """
 
     def packed(data: Any) -> Any:
         number, end = len(model.inputs), len(model.inputs) + len(model.outputs)
@@ -224,6 +229,8 @@ def model_step(model: Any, batches: Any, known_batch: bool, compile_args: dict[s
     model._symbolic_build(data_batch=packed(batches[0]))  # Metrics make their variables when they are first used.
     apply = model.optimizer.apply
     gradients = []
+    averages = [tf.Variable(v, trainable=False) for v in model.trainable_variables] if updates > 1 else []
+    kernel = max(model.trainable_variables, key=lambda v: len(v.shape), default=None)
 
     def recording(grads: Any, variables: Any = None) -> None:
         gradients.extend(tf.convert_to_tensor(g) for g in grads if g is not None)
@@ -231,8 +238,16 @@ def model_step(model: Any, batches: Any, known_batch: bool, compile_args: dict[s
 
     def traced(*data: Any) -> Any:
         gradients.clear()
-        logs = model.train_step(packed(data))
-        return {"logs": logs, "gradients": list(gradients)}
+        if updates == 1:
+            return {"logs": model.train_step(packed(data)), "gradients": list(gradients)}
+        for _ in range(updates):
+            if kernel is not None:
+                kernel.assign(kernel / keras.ops.sqrt(1 + keras.ops.sum(keras.ops.square(kernel))))
+            logs = model.train_step(packed(data))
+        for average, variable in zip(averages, model.trainable_variables, strict=True):
+            average.assign(0.9 * average + 0.1 * variable)
+        after = model(packed(data)[0], training=True)
+        return {"logs": logs, "gradients": list(gradients), "after": after}
 
     def function(*data: Any) -> Any:
         model.optimizer.apply = recording
@@ -243,5 +258,5 @@ def model_step(model: Any, batches: Any, known_batch: bool, compile_args: dict[s
 
     step = tf.function(function, autograph=False)
     concrete_fn = step.get_concrete_function(*specs)
-    variables = {id(v): v for v in [*model.variables, *model.optimizer.variables, *model.metrics_variables]}
+    variables = {id(v): v for v in [*model.variables, *model.optimizer.variables, *model.metrics_variables, *averages]}
     return Step(concrete_fn, list(variables.values()), batches, tf.function(function, autograph=False), specs)

@@ -10,15 +10,14 @@ is what is printed if it fails.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
-import math
 import os
 import random
-import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +30,15 @@ import hypothesis
 import keras
 import numpy as np
 from equivalence import TOLERANCE, Step, error, model_step
+from fuzz_layers import LAYERS, Drawing
 from hypothesis import strategies as st
 
 import tflms_sft
 from benchmarks._longest_segments import longest_segments
-from tflms_sft import AutoParams, SegmentSpec, SFTParams
-
-LARGEST = 20
-"""Rows along an axis, so that a case takes a second or two."""
+from rewriters.device import properties
+from rewriters.device.merged_kernels import cycle_of_merged
+from rewriters.ir.graph import from_concrete_function
+from tflms_sft import AutoParams, LMSParams, SegmentSpec, SFTParams
 
 SAY_EVERY = 50
 """Cases after which a long run says how far it is."""
@@ -53,270 +53,11 @@ REFUSALS = {
         "run in tiles",
     ),
     tflms_sft.BudgetError: ("is too small for this step",),
+    tflms_sft.SwapError: ("no tensor",),
     # Without a convolution or a pool nothing tells how many axes there are.
     ValueError: ("num_tiles` must be at most", "but the tiled tensor has"),
 }
 """What may be refused, and the words for it."""
-
-# Layers ---------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class Drawing:
-    """A network as far as it is drawn."""
-
-    draw: Callable[[Any], Any]
-    rank: int
-    space: dict[str, Any]
-    lines: list[str]
-    above: dict[str, set[str]] = dataclasses.field(default_factory=dict)
-    """What each tensor depends on."""
-    names: list[str] = dataclasses.field(default_factory=list)
-    """Of tensors that are what a layer makes."""
-
-    def number(self, low: int, high: int) -> int:
-        return self.draw(st.integers(low, high))
-
-    def choice(self, *options: Any) -> Any:
-        return self.draw(st.sampled_from(options))
-
-    def counts(self, low: int, high: int) -> tuple[int, ...]:
-        return tuple(self.number(low, high) for _ in range(self.rank))
-
-    @property
-    def ends(self) -> list[str]:
-        """Tensors that nothing reads."""
-        used = set().union(*self.above.values())
-        return [name for name in self.tensors if name not in used]
-
-    @property
-    def tensors(self) -> list[str]:
-        return [name for name in self.space if name[0] == "x"]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.space[name].shape[1:])
-
-    def source(self) -> str:
-        """The last tensor, mostly."""
-        return self.choice(self.tensors[-1], self.tensors[-1], self.choice(*self.tensors))
-
-    def like(self, name: str, channels: bool = True) -> str | None:
-        """Another tensor of the same size."""
-        end = None if channels else -1
-        same = [other for other in self.tensors if self.shape(other)[:end] == self.shape(name)[:end]]
-        return self.choice(*same)
-
-    def add(self, text: str) -> bool:
-        """Add a line if Keras takes it and what comes out is of a size to work with."""
-        name = f"x{len(self.tensors)}"
-        end = text.rfind(")(")
-        if text.startswith("layers.") and end > 0 and "(" not in text[end + 2 :]:
-            text = f"{text[:end]}, name={name!r}{text[end:]}".replace("(, ", "(")
-            self.names.append(name)
-        try:
-            exec(f"{name} = {text}", self.space)
-        except (ValueError, TypeError, ZeroDivisionError):
-            self.space.pop(name, None)
-            self.names = [other for other in self.names if other != name]
-            return False
-        shape = self.shape(name)
-        if len(shape) != self.rank + 1 or not all(1 <= rows <= LARGEST for rows in shape) or shape[-1] > 8:
-            del self.space[name]
-            self.names = [other for other in self.names if other != name]
-            return False
-        self.lines.append(f"{name} = {text}")
-        reads = set(re.findall(r"\bx\d+\b(?!')", text))
-        self.above[name] = reads.union(*(self.above[other] for other in reads))
-        return True
-
-
-def _conv(d: Drawing, x: str) -> str:
-    dilated = d.choice(False, False, True)
-    size = f"strides={d.counts(1, 1) if dilated else d.counts(1, 2)}, dilation_rate={d.counts(1, 3) if dilated else 1}"
-    padding = d.choice("same", "valid")
-    penalty = d.choice(*[""] * 7, ", activity_regularizer='l2'")
-    return f"layers.Conv{d.rank}D({d.number(1, 4)}, {d.counts(1, 3)}, {size}, padding={padding!r}{penalty})({x})"
-
-
-def _shared(d: Drawing, x: str) -> str:
-    """A layer that is called twice."""
-    channels, other = d.shape(x)[-1], d.like(x)
-    kinds = [f"layers.Conv{d.rank}D({channels}, 3, padding='same', bias_initializer='normal')"]
-    kinds += ["layers.BatchNormalization()", "layers.BatchNormalization(trainable=False)"]
-    sign = d.choice("+", "*", "-" if other != x else "+")  # Nothing but zeros can be normalised to anything.
-    return f"(lambda f: f({x}) {sign} f({other}))({d.choice(*kinds)})"
-
-
-def _stopped(d: Drawing, x: str) -> str:
-    return f"{x} {d.choice('+', '*')} keras.ops.stop_gradient({d.like(x)})"
-
-
-def _grouped(d: Drawing, x: str) -> str:
-    groups = d.choice(*(n for n in range(1, 9) if d.shape(x)[-1] % n == 0))
-    return f"layers.Conv{d.rank}D({groups * d.number(1, 2)}, {d.counts(1, 3)}, groups={groups}, padding='same')({x})"
-
-
-def _dense(d: Drawing, x: str) -> str:
-    return f"layers.Dense({d.number(1, 4)}, activation={d.choice(None, 'relu', 'tanh')!r})({x})"
-
-
-def _depthwise(d: Drawing, x: str) -> str | None:
-    if d.rank == 3:
-        return None
-    kind = d.choice("DepthwiseConv{}D({}", "SeparableConv{}D(3, {}").format(d.rank, d.number(1, 3))
-    return f"layers.{kind}, strides={d.number(1, 2)}, padding={d.choice('same', 'valid')!r})({x})"
-
-
-def _transposed(d: Drawing, x: str) -> str:
-    padding = d.choice("same", "valid")
-    return f"layers.Conv{d.rank}DTranspose(3, {d.counts(1, 3)}, strides={d.counts(1, 2)}, padding={padding!r})({x})"
-
-
-def _pool(d: Drawing, x: str) -> str | None:
-    if d.rank == 3:
-        return None  # TensorFlow pools no volumes in float64.
-    size = f"{d.counts(1, 3)}, strides={d.counts(1, 2)}".replace("(1,)", "1").replace("(2,)", "2").replace("(3,)", "3")
-    return f"layers.{d.choice('Max', 'Average')}Pooling{d.rank}D({size}, padding={d.choice('same', 'valid')!r})({x})"
-
-
-def _up(d: Drawing, x: str) -> str:
-    return f"layers.UpSampling{d.rank}D({d.number(1, 3) if d.rank == 1 else d.counts(1, 2)})({x})"
-
-
-def _resized(d: Drawing, x: str) -> str | None:
-    size = f"{d.number(2, 12)}, {d.number(2, 12)}"
-    return f"layers.Resizing({size}, interpolation='nearest')({x})" if d.rank == 2 else None
-
-
-def _padded(d: Drawing, x: str) -> str:
-    sides = tuple((d.number(0, 2), d.number(0, 2)) for _ in range(d.rank))
-    return f"layers.{d.choice('ZeroPadding', 'Cropping')}{d.rank}D({sides[0] if d.rank == 1 else sides})({x})"
-
-
-def _norm(d: Drawing, x: str) -> str:
-    """Of several numbers: one alone becomes zero but for rounding, or its sign, and what follows has no gradient."""
-    *pixels, channels = d.shape(x)
-    kinds = ["BatchNormalization()", "BatchNormalization()"]
-    if channels > 1:
-        kinds += ["LayerNormalization()", "RMSNormalization()"]
-    if math.prod(pixels) > 1:
-        kinds += ["GroupNormalization(-1)", f"LayerNormalization(axis={tuple(range(1, d.rank + 2))})"]
-    return f"layers.{d.choice(*kinds)}({x})"
-
-
-def _active(d: Drawing, x: str) -> str:
-    return f"layers.Activation({d.choice('relu', 'silu', 'tanh', 'gelu', 'softplus', 'leaky_relu')!r})({x})"
-
-
-def _sloped(d: Drawing, x: str) -> str:
-    axes = tuple(axis for axis in range(1, d.rank + 1) if d.choice(True, False))
-    return f"layers.PReLU('random_normal', shared_axes={axes or None})({x})"
-
-
-def _excited(d: Drawing, x: str) -> str:
-    pool = d.choice("Average", "Max")
-    channels = d.shape(x)[-1]
-    return f"{x} * layers.Dense({channels}, 'sigmoid')(layers.Global{pool}Pooling{d.rank}D(keepdims=True)({x}))"
-
-
-def _joined(d: Drawing, x: str) -> str:
-    other, kind = d.like(x, channels=False), d.choice("Concatenate", "Add", "Multiply", "Maximum")
-    return f"layers.{kind}()([{x}, {other}])"
-
-
-def _masked(d: Drawing, x: str) -> str:
-    """Values that are no floating point numbers; no comparison with zero, which other sums may miss by a bit."""
-    mask = f"{d.like(x)} > 0.123"
-    return d.choice(f"{x} * keras.ops.cast({mask}, {x}.dtype)", f"keras.ops.where({mask}, {x}, {d.like(x)})")
-
-
-def _dropped(d: Drawing, x: str) -> str:
-    kind = d.choice("Dropout(0.3", f"SpatialDropout{d.rank}D(0.3", "GaussianNoise(0.1")
-    return f"layers.{kind}, seed={d.number(0, 99)})({x})"
-
-
-def _attention(d: Drawing, x: str) -> str:
-    """Attention along all axes of an image; of a sequence, also of other kinds and with other or fewer keys."""
-    axes, channels = tuple(range(1, d.rank + 1)), d.shape(x)[-1]
-    memory = d.choice(x, x, d.like(x))
-    if d.rank > 1:
-        return f"layers.MultiHeadAttention({d.number(1, 2)}, 2, attention_axes={axes})({x}, {memory})"
-    causal = f", use_causal_mask={d.choice(True, False)}" if memory == x else ""
-    kind = d.choice("heads", "heads", "groups", "dot", "additive", "fewer keys", "mask")
-    if kind == "groups":
-        return f"layers.GroupQueryAttention(2, {d.number(1, 2) * 2}, {d.number(1, 2)})({x}, {memory}{causal})"
-    if kind in ("dot", "additive"):
-        name = "Attention" if kind == "dot" else "AdditiveAttention"
-        return f"layers.{name}()([{x}, {memory}]{causal})"
-    dropout = d.choice("", "", f", dropout=0.2, seed={d.number(0, 99)}")
-    if kind == "fewer keys":
-        memory, causal = f"layers.Conv1D({channels}, 2, 2, padding='same')({x})", ""
-    if kind == "mask" and memory == x:
-        causal += f", attention_mask={x}[:, None, :, 0] < 0.789"
-    return f"layers.MultiHeadAttention({d.number(1, 2)}, {d.number(1, 3)}{dropout})({x}, {memory}{causal})"
-
-
-def _transformer(d: Drawing, x: str) -> str:
-    """A layer of a transformer: attention and a multilayer perceptron around normalised tokens."""
-    channels = d.shape(x)[-1]
-    attention = (
-        f"layers.MultiHeadAttention(2, 2{'' if d.rank == 1 else f', attention_axes={tuple(range(1, d.rank + 1))}'})"
-    )
-    attended = f"(lambda x: x + (lambda y: {attention}(y, y))(layers.LayerNormalization()(x)))({x})"
-    perceptron = f"layers.Dense({channels})(layers.Dense(6, 'gelu')(x))"
-    return f"(lambda x: x + {perceptron})({attended})"
-
-
-def _windows(d: Drawing, x: str) -> str | None:
-    """Attention in windows, which may be shifted."""
-    *sizes, channels = d.shape(x)
-    if d.rank != 2 or any(size % 2 for size in sizes):
-        return None
-    counts = [size // 2 for size in sizes]
-    shift = d.number(0, 1)
-    windows = f"keras.ops.reshape(x, (-1, {counts[0]}, 2, {counts[1]}, 2, {channels}))"
-    windows = f"keras.ops.reshape(keras.ops.transpose({windows}, (0, 1, 3, 2, 4, 5)), (-1, 4, {channels}))"
-    attention = "layers.MultiHeadAttention(2, 2)"
-    image = f"keras.ops.reshape(x, (-1, {counts[0]}, {counts[1]}, 2, 2, {channels}))"
-    image = (
-        f"keras.ops.reshape(keras.ops.transpose({image}, (0, 1, 3, 2, 4, 5)), (-1, {sizes[0]}, {sizes[1]}, {channels}))"
-    )
-    back, forth = d.choice(("1, 1", "-1, 1"), ("(1, 1), (1, 2)", "(-1, -1), (1, 2)")) if shift else ("", "")
-    shifted = f"keras.ops.roll({x}, {forth})" if shift else x
-    made = f"(lambda x: {image})((lambda x: {attention}(x, x))((lambda x: {windows})({shifted})))"
-    return f"{x} + keras.ops.roll({made}, {back})" if shift else f"{x} + {made}"
-
-
-def _sliced(d: Drawing, x: str) -> str:
-    cuts = [f"slice({d.number(0, 2)}, {d.choice(None, -1)}, {d.number(1, 2)})" for _ in range(d.rank)]
-    return f"{x}[slice(None), {', '.join(cuts)}]"
-
-
-LAYERS = {
-    _conv: 6,
-    _grouped: 1,
-    _dense: 1,
-    _depthwise: 1,
-    _transposed: 1,
-    _pool: 2,
-    _up: 1,
-    _resized: 1,
-    _padded: 1,
-    _norm: 4,
-    _active: 4,
-    _sloped: 1,
-    _excited: 1,
-    _shared: 1,
-    _stopped: 1,
-    _joined: 2,
-    _masked: 1,
-    _attention: 2,
-    _transformer: 1,
-    _windows: 2,
-    _dropped: 1,
-    _sliced: 1,
-}
-"""What is drawn, and how often."""
 
 # The gradient of a bias before BatchNorm is zero but for rounding, and divided by its own size it would not stay small:
 # epsilon is what it is divided by.
@@ -336,7 +77,7 @@ ZERO = 1e-3
 HEAD = """import keras
 from keras import layers
 
-from fuzz import AutoParams, SegmentSpec, SFTParams, compare
+from fuzz import AutoParams, LMSParams, SegmentSpec, SFTParams, compare
 
 keras.config.set_floatx("float64")
 keras.utils.set_random_seed(0)
@@ -368,6 +109,8 @@ def cases(draw: Any) -> str:
     if not known and not lines[-1].startswith("y = layers.Activation"):
         # Of a known batch TensorFlow's plain step is not to be compared with: see docs/develop/decisions.md.
         params += draw(st.sampled_from(("", "", "", ", linear=True")))
+    if "SegmentSpec" not in params:  # Its tensors are those of one forward pass.
+        params += draw(st.sampled_from(("", "", ", updates=2")))
     call = f"compare(keras.Model({inputs}, y), {optimizer}, {params}, known_batch={known})"
     return "\n".join([HEAD, *lines, call, ""])
 
@@ -395,11 +138,16 @@ def _params(d: Drawing, known: bool) -> str:
             counts = (d.choice(counts[0], d.number(1, 8)), *([1] * (d.rank - 1)))
         return str((d.number(1, 3), *counts) if d.choice(True, False) else counts)
 
-    kind = d.choice("tiles", "tiles", "tiles", "named", "capacity", "budget")
+    kind = d.choice("tiles", "tiles", "tiles", "named", "capacity", "budget", "swaps")
     if kind in ("budget", "capacity") and not known:
         kind = "tiles"
     if kind == "budget":
-        return f"AutoParams(1, swap=False), part={d.choice(0.5, 0.7, 0.9)}"
+        swap, part = d.choice(False, True), d.choice(0.35, 0.5, 0.7, 0.9)
+        return f"AutoParams(1, swap={swap}, max_slowdown=1e9), part={part}"
+    if kind == "swaps":
+        order = d.choice("chain_rule", "direct_order")
+        lines = f"tier='disk', page_cache=True, min_bytes=1, lb={d.number(1, 6)}, ctrld_strategy={order!r}"
+        return f"LMSParams({lines}, fuse_swapins={d.choice(False, True)}, swap_branches={d.choice(False, True)})"
     if kind == "capacity":
         return f"SFTParams(memory_capacity={d.number(1, 64) * 64}, halo={halo!r})"
     backward = d.choice("None", tiles())
@@ -414,7 +162,14 @@ def _params(d: Drawing, known: bool) -> str:
 
 
 def compare(
-    model: Any, optimizer: Any, params: Any, *, known_batch: bool, part: float | None = None, linear: bool = False
+    model: Any,
+    optimizer: Any,
+    params: Any,
+    *,
+    known_batch: bool,
+    part: float | None = None,
+    linear: bool = False,
+    updates: int = 1,
 ) -> str:
     """Train for two steps, plain and rewritten.
 
@@ -425,6 +180,7 @@ def compare(
         known_batch: Whether the step is traced for 3 images, or for any number.
         part: Of the plain step's peak, which is the budget then.
         linear: Whether the loss is linear in the output, as that of a critic.
+        updates: Number of updates of a step; see `equivalence.model_step`.
 
     Returns:
         `"exact"`, or the reason why it was refused.
@@ -432,23 +188,17 @@ def compare(
     Raises:
         AssertionError: If anything differs, or if a plan of ours needs more memory than the plain step.
     """
-    step = step_for(model, optimizer, known_batch, linear)
+    step = step_for(model, optimizer, known_batch, linear, updates)
     try:
-        if part is not None:
-            plain = tflms_sft.rewrite(step.concrete_fn, AutoParams("1GiB")).plan.original.peak_bytes
-            params = dataclasses.replace(params, memory_budget=int(part * plain / 0.9))
-        rewritten = [tflms_sft.rewrite(step.function, params, *step.specs)]
-        if part is not None or params.segments == "auto":
-            check_saves(rewritten[0].plan)
-        if part is None and params.segments == "auto":
-            with longest_segments():  # Networks so small are left as they are otherwise.
-                rewritten.append(tflms_sft.rewrite(step.function, params, *step.specs))
+        with merged_bias_gradients():
+            rewritten = _rewritten(step, params, part)
+            changed = [fast for fast in rewritten if fast.plan.changed]
+            check_merges(step.concrete_fn, *(fast.concrete_function for fast in changed))
     except tuple(REFUSALS) as refused:
         reasons = [reason for kind, words in REFUSALS.items() if isinstance(refused, kind) for reason in words]
         found = [reason for reason in reasons if reason in str(refused)]
         assert found, f"{type(refused).__name__}: {refused}"
         return found[0]
-    changed = [fast for fast in rewritten if fast.plan.segments]
     want = step.run(step.concrete_fn) if changed else {}
     for fast in changed:
         got = step.run(fast.concrete_function)
@@ -457,6 +207,21 @@ def compare(
         worst = max(errors, key=errors.__getitem__)
         assert errors[worst] < TOLERANCE, f"{worst} differs by {errors[worst]:.1e}\n{fast.plan.summary()}"
     return "exact" if changed else "left as it was"
+
+
+def _rewritten(step: Step, params: Any, part: float | None) -> list[Any]:
+    """Return rewritten steps, with tiles that the planner selects also of segments as long as can be."""
+    if part is not None:
+        plain = tflms_sft.rewrite(step.concrete_fn, AutoParams("1GiB")).plan.original.peak_bytes
+        params = dataclasses.replace(params, memory_budget=int(part * plain / 0.9))
+    selects = isinstance(params, SFTParams) and params.segments == "auto"
+    rewritten = [tflms_sft.rewrite(step.function, params, *step.specs)]
+    if part is not None or selects:
+        check_saves(rewritten[0].plan)
+    if selects:
+        with longest_segments():  # Networks so small are left as they are otherwise.
+            rewritten.append(tflms_sft.rewrite(step.function, params, *step.specs))
+    return rewritten
 
 
 def check_saves(plan: tflms_sft.Plan) -> None:
@@ -469,7 +234,28 @@ def check_saves(plan: tflms_sft.Plan) -> None:
     assert peaks[0] < peaks[1] if plan.segments or plan.swaps else peaks[0] == peaks[1], plan.summary()
 
 
-def step_for(model: Any, optimizer: Any, known_batch: bool, linear: bool = False) -> Step:
+@contextlib.contextmanager
+def merged_bias_gradients() -> Iterator[None]:
+    """Rewrite steps as for a CPU with AVX-512, where TensorFlow merges the gradients of a filter and of a bias."""
+    merges = properties.merges_bias_gradients
+    properties.merges_bias_gradients = lambda: True
+    try:
+        yield
+    finally:
+        properties.merges_bias_gradients = merges
+
+
+def check_merges(plain: Any, *rewritten: Any) -> None:
+    """Refuse rewritten steps in which TensorFlow's merged ops would close a cycle.
+
+    Raises:
+        AssertionError: If one has such a cycle and the plain step has none.
+    """
+    cycles = [cycle_of_merged(from_concrete_function(concrete_fn)) for concrete_fn in (plain, *rewritten)]
+    assert cycles[0] or not any(cycles), cycles
+
+
+def step_for(model: Any, optimizer: Any, known_batch: bool, linear: bool = False, updates: int = 1) -> Step:
     """A step of training with two batches; arguments as for `compare`."""
     numbers = np.random.default_rng(0)
     shape, batches = model.output.shape[1:], []
@@ -485,7 +271,7 @@ def step_for(model: Any, optimizer: Any, known_batch: bool, linear: bool = False
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     else:
         loss = keras.losses.Dice() if len(shape) > 1 else keras.losses.BinaryCrossentropy(from_logits=True)
-    return model_step(model, batches, known_batch, {"optimizer": optimizer, "loss": loss})
+    return model_step(model, batches, known_batch, {"optimizer": optimizer, "loss": loss}, updates)
 
 
 def _off(name: str, got: Mapping[str, np.ndarray], want: Mapping[str, np.ndarray]) -> float:
@@ -553,8 +339,8 @@ def execute(script: str, check: Callable[..., str] = compare) -> str:
     """Run a case; one that fails prints its script. `check` takes the place of `compare`."""
     found: list[str] = []
     keras.backend.clear_session(free_memory=False)
-    body = script.replace("from fuzz import AutoParams, SegmentSpec, SFTParams, compare\n", "")
-    space: dict[str, Any] = {"AutoParams": AutoParams, "SegmentSpec": SegmentSpec, "SFTParams": SFTParams}
+    body = script.replace("from fuzz import AutoParams, LMSParams, SegmentSpec, SFTParams, compare\n", "")
+    space: dict[str, Any] = {kind.__name__: kind for kind in (AutoParams, LMSParams, SegmentSpec, SFTParams)}
     space["compare"] = lambda *args, **options: found.append(check(*args, **options))
     try:
         exec(compile(body, "<case>", "exec"), space)
