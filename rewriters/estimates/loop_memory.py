@@ -132,6 +132,7 @@ class IterationModel:
         self.ends: list[Tensor] = []
         self._rows: dict[Tensor, tuple[np.ndarray, ...]] = {}
         self._pixel_bytes: dict[Tensor, int] = {}
+        self._images: dict[Tensor, int | None] = {}
         # For each crop or pad and axis, the tiles in which it changes nothing.
         self._unchanged: dict[Node, tuple[np.ndarray, ...]] = {}
         self._values: dict[Tensor, Tensor] = {}
@@ -185,9 +186,8 @@ class IterationModel:
         rows = self._rows.get(tensor)
         if rows is None or tensor.shape is None:
             return tensor.num_bytes(batch)
-        leading = 1 if tensor.shape[0] == 1 else self._max_images(batch)
         pixels = math.prod(int(count[index]) for count, index in zip(rows, tile, strict=True))
-        return leading * pixels * self._pixel_bytes[tensor]
+        return self._max_images(self._images[tensor] or batch) * pixels * self._pixel_bytes[tensor]
 
     def _bytes_of_pixel(self, tensor: Tensor) -> int:
         """Return the bytes of all channels of a pixel, times the pixels that are folded into the batch."""
@@ -196,13 +196,20 @@ class IterationModel:
         channels = (int(tensor.shape[dim] or 1) for dim in layout.others(len(tensor.shape)))
         return layout.batch_fold * math.prod(channels) * tensor.dtype.size
 
-    def _max_images(self, batch: int) -> int:
-        """Return the number of images of the largest tile."""
-        return -(-batch // min(self.tile_loop.grid.batch, batch))
+    def _known_images(self, tensor: Tensor) -> int | None:
+        """Return the images of a tensor: more than samples if these are folded into it, as frames of an episode are."""
+        layout = self.tile_loop.layouts.of(tensor)
+        assert layout is not None and tensor.shape is not None
+        return None if tensor.shape[0] is None else max(tensor.shape[0] // layout.batch_fold, 1)
+
+    def _max_images(self, images: int) -> int:
+        """Return the number of images of the largest tile, of so many."""
+        return -(-images // min(self.tile_loop.grid.batch, images))
 
     def _kernel_shape(self, node: Node, tile: Tile, batch: int) -> KernelShape:
         """Return the shape of a kernel call: of convolutions, their gradients, those of pools, and cross-entropies."""
-        images = self._max_images(batch)
+        known = [self._known_images(t) for t in (*node.inputs, node.out()) if t in self.tile_loop.regions]
+        images = self._max_images(max((count for count in known if count is not None), default=batch))
         plan = self.tile_loop.plans.get(node)
         if plan is not None and PER_PIXEL in node.attrs:
             rows = [p.computed.size[i] for p, i in zip(plan, tile, strict=True) if p.computed is not None]
@@ -232,6 +239,7 @@ class IterationModel:
             for index in range(len(node.outputs)):
                 self._rows[node.out(index)] = sizes
                 self._pixel_bytes[node.out(index)] = self._bytes_of_pixel(original.out(index))
+                self._images[node.out(index)] = self._known_images(original.out(index))
         return node.out()
 
     def _helper(self, op: str, like: Tensor, operands: Sequence[Tensor], rows: Iterable[np.ndarray]) -> Tensor:
@@ -241,6 +249,7 @@ class IterationModel:
         self._append(node, node, None)
         self._rows[node.out()] = tuple(rows)
         self._pixel_bytes[node.out()] = self._pixel_bytes.get(like) or self._bytes_of_pixel(like)
+        self._images[node.out()] = self._images[like] if like in self._images else self._known_images(like)
         return node.out()
 
     def _value(self, tensor: Tensor) -> Tensor:

@@ -90,6 +90,13 @@ def test_iteration_peak_batch_tiles_hold_fraction_of_batch():
     assert peaks(forward, batch=4) == [2 * (2 * image(64, 64))], "a slice of two images, and the result"
 
 
+def test_iteration_peak_counts_frames_that_are_folded_into_the_batch():
+    _, _, (forward, *_) = planned(conv(use_bias=False), grid=(1, 1), batch=12)
+    assert peaks(forward, batch=3) == [12 * image(64, 64)], "of 3 episodes with 4 frames each"
+    _, _, (forward, *_) = planned(conv(use_bias=False), grid=(1, 1), batch=12, batch_tiles=2)
+    assert peaks(forward, batch=3) == [6 * (2 * image(64, 64))]
+
+
 @pytest.mark.parametrize("grid", [(1, 1), (2, 3), (5, 4)])
 def test_iteration_peak_bytes_is_that_of_corner_or_inner_tile(grid):
     _, _, tile_loops = planned(conv(activation="relu"), conv(activation="relu"), layers.MaxPool2D(2), grid=grid)
