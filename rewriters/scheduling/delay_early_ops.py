@@ -16,7 +16,7 @@ from rewriters.analysis import summation_order
 from rewriters.analysis.autodiff_roles import data_dependent_nodes, reads_shape_only
 from rewriters.analysis.graph_analysis import GraphAnalysis, require_analysed
 from rewriters.device.merged_kernels import may_merge
-from rewriters.device.properties import forwards_input_buffer
+from rewriters.device.properties import forwards_input_buffer, may_move_constant
 from rewriters.ir.graph import LOOPS, Graph, Node, Tensor, descendants, predecessors
 from rewriters.ir.loop_bodies import is_folded
 from rewriters.ir.static_values import constant, int_constant, type_attr
@@ -42,7 +42,10 @@ def earliest_forward_level(analysis: GraphAnalysis) -> dict[Node, int]:
         if node in analysis.data and node not in analysis.backward:
             levels[node] = analysis.level[node]
         else:
-            levels[node] = max((levels[before] for before in predecessors(node)), default=NO_LEVEL)
+            # TensorFlow may replace a factor of a constant by another constant, which exists at once.
+            waits = [control for control in node.control_inputs if not may_move_constant(control)]
+            before = [*(tensor.node for tensor in node.inputs), *waits]
+            levels[node] = max((levels[other] for other in before), default=NO_LEVEL)
     return levels
 
 

@@ -11,6 +11,7 @@ from nets import conv
 from rewriters.analysis.autodiff_roles import is_seed
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize import canonicalize
+from rewriters.device.properties import may_move_constant
 from rewriters.ir.graph import ancestors
 from rewriters.scheduling.delay_early_ops import MIN_DELAYED_BYTES, DelayEarlyOps, earliest_forward_level
 from rewriters.swapping import swap_pass
@@ -76,6 +77,23 @@ def test_delay_early_ops_factor_of_gradient_waits_for_gradient():
     assert same and len(early) >= 3
     for name in early:
         assert was[before.graph.nodes[name]] < last == ready[graph.nodes[name]]
+
+
+def test_delay_early_ops_wait_for_product_with_constant_does_not_count():
+    """TensorFlow folds the constant factors of `tf.nn.moments`' gradient, and what waited for their product starts."""
+
+    def net(x):
+        return layers.LayerNormalization()(layers.Conv2D(4, 3)(layers.LayerNormalization()(layers.Conv2D(4, 3)(x))))
+
+    step = keras_step(net, (12, 16), 2)
+    before = GraphAnalysis(canonicalize.read_canonical(step.concrete_fn))
+    early = [node.name for node in before.order if node.name.endswith("moments/sub") and node in before.backward]
+    assert len(early) == 2 and all(before.graph.nodes[name].control_inputs for name in early)
+    graph, same = delayed(step)
+    assert same
+    for name in early:
+        waits = [node for node in graph.nodes[name].control_inputs if not may_move_constant(node)]
+        assert any(is_seed(before) for before in ancestors(waits)), name
 
 
 def test_delay_early_ops_operand_of_delayed_op_is_delayed():
