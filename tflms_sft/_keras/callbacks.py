@@ -36,8 +36,8 @@ class MemoryBudget(RewritingCallback):
         plan: File that `Plan.save` wrote for this training; see `AutoParams`. Evaluation and prediction have plans of
             their own.
         max_slowdown: Longest time of a step, over that of the original step, that the planner accepts by prediction. If
-            all plans within the budget take longer, a `BudgetError` names a budget that is faster. `math.inf` accepts
-            any time.
+            all plans within the budget take longer, a `BudgetError` names a budget that is faster. If a measured step
+            takes twice as long as that, a line names the ops that take most of its time. `math.inf` accepts any time.
         batch_shape: `(batch, height, width, channels)` of the largest batch, of volumes `(batch, depth, height, width,
             channels)`, of sequences `(batch, length, channels)`. `None`: the shape of the first batch. Pass it if a
             later batch is larger and does not fit without rewriting. Under `MirroredStrategy` it is the shape of a

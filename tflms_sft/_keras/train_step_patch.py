@@ -40,20 +40,11 @@ from tflms_sft._batches.batch_limits import (
 from tflms_sft._batches.first_batches import PeekedBatches, can_peek, varies_in_size
 from tflms_sft._batches.planned_step import PlannedStep, Shapes, positions_of, shapes_of, step_for, with_sizes
 from tflms_sft._cluster.worker_watch import workers_watched
-from tflms_sft._keras.messages import (
-    MANY_SIZES,
-    NO_SMALLER_PLAN,
-    exceeds_budget,
-    later_excess_line,
-    many_sizes_line,
-    over_budget_error,
-    over_budget_warning,
-    rewritten_twice_error,
-    tell,
-)
+from tflms_sft._keras import messages
 from tflms_sft._keras.model_checks import build_optimizer, check_model
 from tflms_sft._keras.peak_watch import PeakWatch
 from tflms_sft._keras.replicas import Replicas, StrategyProxy, merges_replicas, num_replicas
+from tflms_sft._keras.slow_steps import SlowSteps
 from tflms_sft._keras.step_kinds import TRAINING, Excesses
 from tflms_sft._machine.calibration import machine_rates, stored_rates
 from tflms_sft._params.request import RewriteRequest
@@ -108,7 +99,7 @@ class StepPatch:
     ) -> None:
         self.model = model
         self._say = say
-        self._tell = functools.partial(tell, say)
+        self._tell = functools.partial(messages.tell, say)
         self._owner = owner
         self._training = training
         self._params = params
@@ -125,6 +116,7 @@ class StepPatch:
         self._num_replicas = 1
         self._replicas: Replicas | None = None
         self._excesses = Excesses() if excesses is None else excesses
+        self._slow_steps = SlowSteps(params, model.steps_per_execution, self._tell)
         self.watch = PeakWatch()
 
     @property
@@ -157,7 +149,7 @@ class StepPatch:
             if previous._training is not None:  # A `with` block removes its own patch.
                 previous.restore()
             if previous._training is None or same_fit:
-                raise rewritten_twice_error(self.kind.step, model.name, previous._owner, self._owner)
+                raise messages.rewritten_twice_error(self.kind.step, model.name, previous._owner, self._owner)
         self._insert()
         self._replace_function_with_patch()
 
@@ -297,7 +289,7 @@ class StepPatch:
         if first and has_statistics and peeked is not None:
             peeked.wait_until_prefetched()
             self.watch.start(self._tiers)
-        result = now.run(batches)
+        result = self._slow_steps.run(now.plan, functools.partial(now.run, batches))
         if now.plan is None:
             return result
         step_bytes = [*now.variable_bytes, *(peeked.bytes_on_device() if peeked is not None else ())]
@@ -323,13 +315,13 @@ class StepPatch:
         Raises:
             BudgetError: If the plan was corrected before.
         """
-        if not exceeds_budget(plan) or self._now.keeps_plan:
+        if not messages.exceeds_budget(plan) or self._now.keeps_plan:
             return
         if self._now.is_replanned:
-            raise over_budget_error(plan, is_used=bool(self.watch.has_earlier_work))
+            raise messages.over_budget_error(plan, is_used=bool(self.watch.has_earlier_work))
         assert plan.measured is not None
         if self._say is None:  # Otherwise `on_measured` has printed a line.
-            warnings.warn(over_budget_warning(plan), stacklevel=2)
+            warnings.warn(messages.over_budget_warning(plan), stacklevel=2)
         self._now.is_replanned = True
         self._correct(plan.measured.peak_bytes - plan.predicted.peak_bytes)
         self._now.discard()
@@ -338,11 +330,11 @@ class StepPatch:
     def _report_excess(self, plan: Plan, measured: Measurement | None) -> None:
         """Say once for each plan that a later step exceeded the budget; the next epoch, if any, is planned again."""
         is_done = self._now.excess is not None or self._now.keeps_plan
-        if measured is None or is_done or not exceeds_budget(plan, measured):
+        if measured is None or is_done or not messages.exceeds_budget(plan, measured):
             return
         self._now.excess = measured
         has_epochs = self.kind is TRAINING and self._training is not None
-        self._tell(later_excess_line(plan, measured, has_epochs=has_epochs))
+        self._tell(messages.later_excess_line(plan, measured, has_epochs=has_epochs))
 
     def plan_again_after_excess(self) -> None:
         """Discard the plans that a later step exceeded the budget with, so that the next step is planned again.
@@ -422,10 +414,10 @@ class StepPatch:
 
     def _for_new_size(self, shapes: Shapes, image_shapes: Shapes) -> PlannedStep:
         """Return a step for another size."""
-        self._now = PlannedStep(shapes, image_shapes, has_margin=len(self._planned) + 1 >= MANY_SIZES)
+        self._now = PlannedStep(shapes, image_shapes, has_margin=len(self._planned) + 1 >= messages.MANY_SIZES)
         self._planned.append(self._now)
-        if len(self._planned) == MANY_SIZES:
-            self._tell(many_sizes_line(len(self._planned)))
+        if len(self._planned) == messages.MANY_SIZES:
+            self._tell(messages.many_sizes_line(len(self._planned)))
         self._make_function()
         return self._now
 
@@ -578,7 +570,7 @@ class StepPatch:
             if before is None:
                 raise
         self._now.keeps_plan = True
-        self._tell(NO_SMALLER_PLAN)
+        self._tell(messages.NO_SMALLER_PLAN)
         self._correct(before)
         analysed.excess_bytes = before
         return rewrite_traced(analysed, self._size_params)

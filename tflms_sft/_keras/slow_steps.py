@@ -1,0 +1,92 @@
+"""Finds out why a step takes much longer than `max_slowdown` accepts; predicted times may be wrong."""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tflms_sft._machine.step_profile import OpSpan, profiled, shared_time
+from tflms_sft._params.request import RewriteRequest
+from tflms_sft._params.tile_params import AutoParams
+from tflms_sft._report.op_names import short_op_names
+from tflms_sft._report.plan import Plan
+
+TOLERANCE = 2.0
+"""Measured time, over the longest one that is accepted, above which a step is slow."""
+
+MIN_SECONDS = 0.2
+"""Time from which on a step may be slow; in short steps the time to start ops counts, which is not predicted."""
+
+NUM_CAUSES = 3
+"""Ops that the line about a slow step names."""
+
+
+class SlowSteps:
+    """Measures the second step of each plan; if it is slow, profiles the third one.
+
+    The first step of a plan, which includes its trace, has no plan yet. Only plans within a budget are measured.
+
+    Args:
+        request: What the steps are rewritten for.
+        steps: Number of steps of a run.
+        tell: Called with the line about a slow step.
+    """
+
+    def __init__(self, request: RewriteRequest, steps: int, tell: Callable[[str], None]) -> None:
+        budget = request.tiles if isinstance(request.tiles, AutoParams) else None
+        self._max_slowdown = math.inf if budget is None else budget.max_slowdown
+        self._steps = steps
+        self._tell = tell
+        self._runs: weakref.WeakKeyDictionary[Plan, int] = weakref.WeakKeyDictionary()
+
+    def run(self, plan: Plan | None, run: Callable[[], Any]) -> Any:
+        """Run the steps of one execution, and return their result."""
+        number = 2 if plan is None else self._runs.setdefault(plan, 0)
+        if plan is None or number == 2 or not plan.changed or not plan.original.seconds:
+            return run()
+        if number == 1:
+            self._runs[plan] = 2
+            return self._profile(plan, run)
+        began = time.perf_counter()
+        result = run()
+        tf.nest.map_structure(lambda value: value.numpy() if tf.is_tensor(value) else value, result)  # Waits for a GPU.
+        seconds = (time.perf_counter() - began) / self._steps
+        accepted = max(TOLERANCE * self._max_slowdown * plan.original.seconds, MIN_SECONDS)
+        self._runs[plan] = 1 if seconds > accepted else 2
+        return result
+
+    def _profile(self, plan: Plan, run: Callable[[], Any]) -> Any:
+        began = time.perf_counter()
+        try:
+            result, spans = profiled(run)
+        except tf.errors.AlreadyExistsError:  # Of another profile, before the step has run.
+            return run()
+        seconds = (time.perf_counter() - began) / self._steps
+        self._tell(slow_step_line(seconds, plan, self._max_slowdown, spans))
+        return result
+
+
+def slow_step_line(seconds: float, plan: Plan, max_slowdown: float, spans: list[OpSpan]) -> str:
+    """Return the line about a slow step.
+
+    Args:
+        seconds: Measured time of a step.
+        plan: The plan of the step.
+        max_slowdown: Longest time over that of the original step that is accepted.
+        spans: Runs of the ops of the step.
+    """
+    kinds = {span.name: span.op for span in spans}
+    shares = shared_time((span.name, span.begin, span.end) for span in spans)
+    total, names = sum(shares.values()) or 1.0, short_op_names(shares)
+    largest = sorted(shares, key=shares.__getitem__, reverse=True)[:NUM_CAUSES]
+    causes = ", ".join(f"{shares[name] / total:.0%} `{names[name]} ({kinds[name]})`" for name in largest)
+    return (
+        f"tflms-sft: a step takes {seconds:.3g} s, {seconds / plan.original.seconds:.0f} times as long as the original "
+        f"step is predicted to take (max_slowdown={max_slowdown:g}); most of it: {causes or 'no op'}. Pass a larger "
+        "`memory_budget`, or stop other programs if they use this machine."
+    )
