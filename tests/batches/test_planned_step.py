@@ -1,5 +1,7 @@
 """Tests of trainings whose batches differ in size: each size has a plan of its own."""
 
+import math
+
 import keras
 import numpy as np
 import pytest
@@ -403,3 +405,45 @@ def test_ragged_batches_under_budget_equal_plain(capsys):
         trained.append((model, model.fit(data, callbacks=callbacks, **SETTINGS)))
     assert same_history(trained[0][1], trained[1][1]) and same(trained[0][0], trained[1][0])
     assert capsys.readouterr().out.count("nothing rewritten") == 1
+
+
+def sequences(kind):
+    """Batches of two sequences with a target for each; their lengths differ, and the last batch has one."""
+    lengths = (5, 9, 40, 38, 6, 7, 37)
+
+    def each():
+        for number, length in enumerate(lengths):
+            yield np.random.default_rng(number).normal(size=(length, 3)), np.ones(1)
+
+    signature = tf.TensorSpec((None, 3), tf.float64), tf.TensorSpec((1,), tf.float64)
+    data = tf.data.Dataset.from_generator(each, output_signature=signature)
+    if kind == "padded":
+        data = data.padded_batch(2)
+    else:
+        data = data.bucket_by_sequence_length(lambda x, _: tf.shape(x)[0], [10, 50], [2, 2, 2])
+    return data.apply(tf.data.experimental.assert_cardinality(4))
+
+
+def sequence_model():
+    keras.config.set_floatx("float64")
+    keras.utils.set_random_seed(2)
+    image = x = keras.Input((None, 3))
+    for _ in range(3):
+        x = layers.Conv1D(8, 3, padding="same", activation="tanh")(x)
+    model = keras.Model(image, layers.Dense(1)(layers.GlobalAveragePooling1D()(x)))
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", jit_compile=False)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["padded", pytest.param("bucketed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("part", [None, 0.8], ids=["plain", "rewritten"])
+def test_sequences_of_several_lengths_under_budget_equal_plain(kind, part):
+    whole = tflms_sft.MemoryBudget("1GiB", verbose=0)
+    longest = (np.ones((2, 40, 3)), np.ones((2, 1)))
+    sequence_model().fit(*longest, callbacks=[whole], **SETTINGS)
+    budget = "1GiB" if part is None else int(part * whole.plan.predicted.peak_bytes)
+    callback = tflms_sft.MemoryBudget(budget, headroom=0, max_slowdown=math.inf, verbose=0)
+    model, plain = sequence_model(), sequence_model()
+    got = model.fit(sequences(kind), callbacks=[callback], epochs=2, **SETTINGS)
+    assert same_history(got, plain.fit(sequences(kind), epochs=2, **SETTINGS)) and same(model, plain)
+    assert callback.plan is not None
