@@ -64,8 +64,8 @@ class BudgetError(RewriteError):
     """Raised for a memory budget that no plan meets, or that a measured step exceeds.
 
     Attributes:
-        smallest_bytes: The smallest feasible budget in bytes; after a measured step, its peak. Not set, like `tensor`,
-            for a model that runs eagerly.
+        smallest_bytes: The smallest feasible budget in bytes; after a measured step, its peak; for plans slower than
+            `max_slowdown`, a budget that is faster. Not set, like `tensor`, for a model that runs eagerly.
         tensor: The largest tensor alive at the peak of that plan, by the layer that computes it. If kernel scratch or
             an iteration of a loop takes more, the message says so.
     """

@@ -52,7 +52,7 @@ def gradient_seed_constants(graph: Graph) -> list[Tensor]:
 
 
 def _is_initial_gradient(node: Node, consumers: Mapping[Tensor, Sequence[tuple[Node, int]]]) -> bool:
-    """Return whether a node is the gradient of a result by itself: ones that only gradients read."""
+    """Return whether a gradient starts from a node: ones that only gradients read."""
     is_outside = not is_seed(node) or bool(_INITIAL.search(node.name))  # `gradients/sub/x` is part of a derivative.
     return is_outside and _has_value(node, 1) and all(is_seed(reader) for reader, _ in consumers.get(node.out(), ()))
 
@@ -144,7 +144,7 @@ def differentiated_gradient_ops(graph: Graph, order: Sequence[Node]) -> set[Node
 
     Each call of autodiff is a backward pass, which starts from initial gradients. If an op of a later pass depends on
     an initial gradient of an earlier one, the earlier pass is part of the forward computation of the later one. Its ops
-    are those that depend on no initial gradient of another pass and that lead to an op of the user's function.
+    are those that depend on initial gradients of earlier passes alone and lead to an op of the user's function.
 
     Args:
         graph: The joint graph.

@@ -401,7 +401,7 @@ def _merged_shape(old: Any, new: Any) -> Any:
 
 
 def _has_open_shape(node: Node) -> bool:
-    """Return whether a size is unknown beside that of the batch. The rows of a gradient of a matrix are no batch."""
+    """Return whether a size other than that of the batch is unknown. The gradient of a matrix has no batch axis."""
     if node.op == "MatMul" and node.attrs["transpose_a"].b:
         return None in (node.out().shape or (None,))
     return any(_is_open(shape) for _, shape in node.outputs)

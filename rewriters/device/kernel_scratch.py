@@ -117,7 +117,7 @@ def multiplies_in_single_precision(node: Node) -> bool:
     """Return whether a product in half precision runs in float32, because the processor has no kernel for its type.
 
     TensorFlow's kernels of matrix products convert their operands (tensorflow/core/kernels/matmul_op_impl.h). That of
-    `Einsum` does not, and takes about ten times as long, so that loops emit it with casts.
+    `Einsum` does not, and takes about ten times as long. Loops therefore cast its operands.
     """
     if node.op not in _PRODUCTS or not node.outputs or not properties.name().startswith("CPU"):
         return False

@@ -99,7 +99,7 @@ def _take_estimates(graph: Graph, estimate: Graph) -> None:
 
 
 def _with_one_open_size(shape: Shape, least: int | None) -> Shape:
-    """Return a shape with `least` for the second and later unknown sizes; as it is without `least`.
+    """Return a shape with `least`, if given, for its second and later unknown sizes.
 
     Sizes that depend on data, such as those of a padded table of groups of rows, multiply to about the number of rows.
     """

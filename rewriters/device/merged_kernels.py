@@ -21,7 +21,7 @@ from rewriters.ir.op_traits import Trait, ops_with
 
 __all__: list[str] = []
 
-_FIRST = ops_with(Trait.FUSION_ROOT) | ops_with(Trait.FUSED_PADDING) | ops_with(Trait.SCALES)
+_MERGE_ROOTS = ops_with(Trait.FUSION_ROOT) | ops_with(Trait.FUSED_PADDING) | ops_with(Trait.SCALES)
 _GRADIENT_OPERAND = 2
 """Operand of the gradient of a filter that is the gradient of the convolution's result."""
 
@@ -29,14 +29,15 @@ Consumers = Mapping[Tensor, Sequence[tuple[Node, int]]]
 
 
 def may_merge(node: Node, reader: Node | None = None) -> bool:
-    """Return whether an op may become a part of its only consumer; of any consumer if none is given."""
+    """Return whether TensorFlow may merge an op into its only consumer; into any consumer if none is given."""
     return properties.may_fuse_with_consumer(node, reader) or properties.may_move_constant(node, reader)
 
 
 def bias_gradients(nodes: Iterable[Node], consumers: Consumers) -> dict[Node, Node]:
     """Return for each gradient of a bias the gradient of a filter that oneDNN may merge it with.
 
-    It does not merge ops of which one waits for the other (`rewriters/scheduling/separate_gradients.py`).
+    It does not merge ops of which one waits for the other, and such pairs are left out
+    (`rewriters/scheduling/separate_gradients.py`).
     """
     if not properties.merges_bias_gradients():
         return {}
@@ -50,7 +51,7 @@ def bias_gradients(nodes: Iterable[Node], consumers: Consumers) -> dict[Node, No
 
 
 def merged_ops(nodes: Iterable[Node], consumers: Consumers) -> dict[Node, Node]:
-    """Return for each op that may be merged the op that it becomes a part of; that one may become a part in turn.
+    """Return for each op that may be merged the op that absorbs it, which another one may absorb in turn.
 
     Args:
         nodes: The nodes of a graph.
@@ -59,7 +60,7 @@ def merged_ops(nodes: Iterable[Node], consumers: Consumers) -> dict[Node, Node]:
     nodes = list(nodes)
     merged = bias_gradients(nodes, consumers)
     for node in nodes:
-        if node.op not in _FIRST:
+        if node.op not in _MERGE_ROOTS:
             continue
         while node not in merged and len(node.outputs) == 1:
             reads = consumers.get(node.out(), ())
@@ -71,7 +72,7 @@ def merged_ops(nodes: Iterable[Node], consumers: Consumers) -> dict[Node, Node]:
 
 
 def cycle_of_merged(graph: Graph) -> list[str]:
-    """Return the names of some ops on a cycle that a graph has once ops are merged; empty without a cycle."""
+    """Return the names of up to eight ops of a cycle that TensorFlow's merges would close; empty without one."""
     merged = merged_ops(graph.nodes.values(), graph.consumers())
 
     def kernel(node: Node) -> Node:
@@ -81,12 +82,12 @@ def cycle_of_merged(graph: Graph) -> list[str]:
 
     waits: dict[Node, set[Node]] = {}
     for node in graph.nodes.values():
-        if node.op == "Const":  # Waits for ops beside it, to be alive no longer than they are; no value depends on it.
+        if node.op == "Const":  # Its control edges only keep it from existing early, and TensorFlow folds it.
             continue
-        whole = kernel(node)
+        merged_kernel = kernel(node)
         for before in predecessors(node):
-            if kernel(before) is not whole or (before not in merged and node not in merged):
-                waits.setdefault(whole, set()).add(kernel(before))
+            if kernel(before) is not merged_kernel:
+                waits.setdefault(merged_kernel, set()).add(kernel(before))
     try:
         graphlib.TopologicalSorter(waits).prepare()
     except graphlib.CycleError as error:

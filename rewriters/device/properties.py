@@ -69,8 +69,8 @@ def may_fuse_with_consumer(node: Node, reader: Node | None = None) -> bool:
 def may_move_constant(node: Node, reader: Node | None = None) -> bool:
     """Return whether TensorFlow may compute the constant factor of an op with that of its only consumer.
 
-    (x * 2) * c becomes x * (2 * c) once c is a constant (`ConstantPushDown` in TensorFlow's constant folding). What
-    waits for the first product then waits for c.
+    (x * 2) * c becomes x * (2 * c) once c is a constant (`ConstantPushDown` in TensorFlow's constant folding). Ops that
+    wait for the first product then wait for c.
 
     Args:
         node: The operation.

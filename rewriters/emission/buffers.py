@@ -134,7 +134,7 @@ class DeviceBuffer:
 class FileBuffer(DeviceBuffer):
     """A tensor in mapped pages of a file, on a device that writes in place.
 
-    A write to the full tensor copies the value: in its place, the value itself would occupy memory.
+    A write of the full tensor copies the value into the file. The value in place of the tensor would stay in memory.
     """
 
     def _changed(self, region: Sequence[Span], value: Any, in_place: Any, replacement: Callable[[], Any]) -> Any:

@@ -203,7 +203,7 @@ class IterationModel:
         return None if tensor.shape[0] is None else max(tensor.shape[0] // layout.batch_fold, 1)
 
     def _max_images(self, images: int) -> int:
-        """Return the number of images of the largest tile, of so many."""
+        """Return the number of images of the largest tile, from those of a tensor."""
         return -(-images // min(self.tile_loop.grid.batch, images))
 
     def _kernel_shape(self, node: Node, tile: Tile, batch: int) -> KernelShape:

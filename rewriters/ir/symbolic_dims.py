@@ -95,8 +95,8 @@ class LeadingSizes:
         The assumption concerns arguments. `Graph.same_size` holds it, and the rewritten step checks it when it runs.
 
         Returns:
-            Whether the sizes are equal or now assumed to be. Different numbers, sizes of no argument, and arguments of
-            which `Graph.sizes` has different sizes are not.
+            Whether the sizes are equal or now assumed to be: false for different numbers, for sizes of no argument, and
+            for arguments whose sizes in `Graph.sizes` differ.
         """
         if self.provably_equal(a, b):
             return True

@@ -257,7 +257,7 @@ class Einsum(Rule):
 
 @tiling_rule("MatMul")
 class MatMul(Rule):
-    """Product of samples and a matrix, or of two matrices of samples over the batch: the gradient of the matrix.
+    """Product of samples and a matrix; with `transpose_a` the gradient of the matrix, a sum over the batch.
 
     Products of pixels are `Einsum`s after canonicalization.
     """
@@ -266,7 +266,7 @@ class MatMul(Rule):
         return bool(op.node.attrs["transpose_a"].b)
 
     def data(self, op: OpView) -> list[int]:
-        """Return the samples."""
+        """Return the positions of the operands that hold samples."""
         return [0, 1] if self._sums(op) else [0]
 
     def links(self, op: OpView) -> list[AxisMap]:

@@ -42,7 +42,7 @@ def earliest_forward_level(analysis: GraphAnalysis) -> dict[Node, int]:
         if node in analysis.data and node not in analysis.backward:
             levels[node] = analysis.level[node]
         else:
-            # TensorFlow may replace a factor of a constant by another constant, which exists at once.
+            # TensorFlow may fold a product with a constant into a constant, and what waits for it does not wait then.
             waits = [control for control in node.control_inputs if not may_move_constant(control)]
             before = [*(tensor.node for tensor in node.inputs), *waits]
             levels[node] = max((levels[other] for other in before), default=NO_LEVEL)

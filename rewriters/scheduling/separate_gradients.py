@@ -1,6 +1,6 @@
 """Keeps oneDNN from merging the gradients of a filter and of a bias into one op.
 
-The merged op waits for everything that one of both waits for. Swaps lead from one to the other: a swap-in may wait for
+The merged op waits for all that either of them waits for. Swaps lead from one to the other: a swap-in may wait for
 an op that follows the gradient of the bias, and the gradient of the filter reads it. The merge would close a cycle
 (`merged_kernels.py`). TensorFlow merges only ops with equal control edges, so one edge between them is enough.
 """

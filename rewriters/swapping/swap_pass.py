@@ -402,10 +402,10 @@ class InsertSwaps(GraphPass[SwapResult]):
                 outs.append(out)
                 chains.extend(swap_ins)
         done = tuple(out.done for out in outs)
-        is_free = not cycle_of_merged(graph)  # Otherwise this pass is not to blame.
-        _add_if_free(new, _limit_in_flight(outs, self.max_in_flight, after_exchanges(self.analysis)), is_free)
+        is_acyclic = not cycle_of_merged(graph)  # A cycle from before swapping is not reported.
+        _add_unless_cyclic(new, _limit_in_flight(outs, self.max_in_flight, after_exchanges(self.analysis)), is_acyclic)
         outs += self._insert_lists(new)
-        _add_if_free(new, _wait_for_releases(chains, level), is_free)
+        _add_unless_cyclic(new, _wait_for_releases(chains, level), is_acyclic)
         needed = ancestors(out.done for out in outs)  # by the new edges too
         last = max(level.values()) + 1
         updates = {new.nodes[node.name]: level[node] for node in level if _writes_variable(node)}
@@ -414,7 +414,7 @@ class InsertSwaps(GraphPass[SwapResult]):
             new.execution_order()
         except RewriteError as error:
             raise RewriteError(f"Swaps would create a cycle in the step. {error} Please report it.") from None
-        cycle = cycle_of_merged(new) if is_free else []
+        cycle = cycle_of_merged(new) if is_acyclic else []
         if cycle:
             raise RewriteError(
                 f"Swaps would create a cycle in the step: TensorFlow would merge ops around {cycle}. Please report it."
@@ -492,18 +492,18 @@ class _SwapInChain:
     release: Node | None
 
 
-def _add_if_free(graph: Graph, edges: Iterable[ControlEdge], is_free: bool) -> None:
-    """Add edges that only lower the peak, unless they close a cycle among the ops that TensorFlow merges.
+def _add_unless_cyclic(graph: Graph, edges: Iterable[ControlEdge], is_acyclic: bool) -> None:
+    """Add edges that only lower the peak; remove all of them if they close a cycle of merged ops.
 
     Args:
         graph: The graph, which is edited.
         edges: The edges.
-        is_free: Whether the graph has no such cycle without them.
+        is_acyclic: Whether the graph has no such cycle without them.
     """
     edges = list(edges)
     for edge in edges:
         edge.node.control_inputs.append(edge.before)
-    if edges and is_free and cycle_of_merged(graph):
+    if edges and is_acyclic and cycle_of_merged(graph):
         for edge in edges:
             edge.node.control_inputs.remove(edge.before)
 

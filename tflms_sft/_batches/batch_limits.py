@@ -147,7 +147,7 @@ class BatchLimit:
         self._remedy = remedy
         self._tell = tell or (lambda text: warnings.warn(text, stacklevel=2))
         self._peaks: dict[tuple[tuple[int, int], ...], int] = {}
-        self._told = False
+        self._has_told = False
 
     def check_batch(self, tensors: Sequence[Any]) -> list[Any]:
         """Return the arguments of the step with a run-time check of those that have an open, limited leading size."""
@@ -162,7 +162,7 @@ class BatchLimit:
         return check(list(tensors), limits) if limits else list(tensors)
 
     def _refuse_larger(self, tensors: list[Any], limits: Mapping[int, int]) -> list[Any]:
-        """Return the arguments of a rewritten step, which a larger batch fails."""
+        """Return the arguments of a rewritten step, with assertions that fail for a larger batch."""
         for position, limit in limits.items():
             tensor, size = tensors[position], tf.shape(tensors[position])[0]
             unit, remedy = f"{limit} sample(s)", "Let the first batch be the largest."
@@ -175,15 +175,15 @@ class BatchLimit:
         return tensors
 
     def _tell_larger(self, tensors: list[Any], limits: Mapping[int, int]) -> list[Any]:
-        """Return the arguments of a step that is not rewritten, which tells of a larger batch."""
+        """Return the arguments of a step that is not rewritten, with a line if a larger batch exceeds the budget."""
         sizes = tf.stack([tf.shape(tensors[position])[0] for position in limits])
 
-        def predict_peak() -> Any:
+        def warn_if_over() -> Any:
             tell = functools.partial(self._tell_if_over, tuple(limits))
             return tf.ensure_shape(tf.numpy_function(tell, [sizes], tf.bool, stateful=False), ())
 
-        fits = tf.reduce_all(sizes <= list(limits.values()))
-        with tf.control_dependencies([tf.cond(fits, lambda: True, predict_peak)]):
+        fits = tf.reduce_all(sizes <= list(limits.values()))  # Nothing reads the results; the call has an effect.
+        with tf.control_dependencies([tf.cond(fits, lambda: True, warn_if_over)]):
             return [tf.identity(t) if position in limits else t for position, t in enumerate(tensors)]
 
     def fits(self, sizes: Mapping[int, int]) -> bool:
@@ -209,8 +209,8 @@ class BatchLimit:
         """Tell once that a batch is predicted to exceed the budget; return whether it is."""
         batch = dict(zip(positions, map(int, sizes), strict=True))
         peak = self._peak_bytes(batch)
-        if peak > self._limit and not self._told:
-            self._told = True
+        if peak > self._limit and not self._has_told:
+            self._has_told = True
             planned = ", ".join(str(self._sizes.get(position, self._batch)) for position in positions)
             remedy = self._remedy or "Give the largest batch as `batch_shape=`, or let it be the first."
             self._tell(

@@ -25,20 +25,20 @@ MAX_WAIT_SECONDS = 5.0
 _POLL_SECONDS = 0.01
 
 
-_KINDS = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
+_TENSOR_SPECS = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
 
 
 def can_peek(iterator: Any) -> bool:
     """Tell whether batches can be taken out of an iterator and replayed: it is of a data set of tensors."""
     if not isinstance(iterator, tf.data.Iterator):
         return False
-    return all(isinstance(spec, _KINDS) for spec in tf.nest.flatten(iterator.element_spec))
+    return all(isinstance(spec, _TENSOR_SPECS) for spec in tf.nest.flatten(iterator.element_spec))
 
 
 def varies_in_size(iterator: Any, *, leading: bool = False) -> bool:
-    """Tell whether batches of a data set may differ in size, in other axes than the first unless `leading` is set.
+    """Tell whether batches of a data set may differ in size along other axes than the first; with `leading`, along any.
 
-    Components of ragged and sparse tensors may.
+    Components of ragged and sparse tensors always may.
     """
     specs, first = tf.nest.flatten(iterator.element_spec), 0 if leading else 1
     return any(not isinstance(spec, tf.TensorSpec) or spec.shape.rank and None in spec.shape[first:] for spec in specs)

@@ -162,9 +162,9 @@ class PlannedStep:
         return self._has_inner_sizes(shapes, image_shapes) and (self.batch_limit is None or self._is_within(shapes))
 
     def extend(self, shapes: Shapes, image_shapes: Shapes = ()) -> bool:
-        """Return whether this step is not rewritten, and predicted to keep the budget with a larger batch.
+        """Hold for the leading sizes of a larger batch from now on; return whether that is possible.
 
-        From then on it holds for batches of these leading sizes.
+        It is for a step that is not rewritten and is predicted to keep the budget with these sizes.
         """
         plan, limit = self.plan, self.batch_limit
         if plan is None or plan.changed or limit is None or not self._has_inner_sizes(shapes, image_shapes):
@@ -269,7 +269,7 @@ def step_for(steps: Sequence[PlannedStep], shapes: Shapes, image_shapes: Shapes)
     return next(fitting, None) or next(extended, None)
 
 
-def with_sizes(spec: Any, shape: tuple[int, ...], *, images_only: bool) -> Any:
+def spec_with_sizes(spec: Any, shape: tuple[int, ...], *, images_only: bool) -> Any:
     """Return a spec with the sizes of `shape` where its own are unknown, the leading size aside.
 
     Args:

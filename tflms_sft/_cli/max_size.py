@@ -207,7 +207,7 @@ class SizeSearch:
             self.rewritten = self._result(low, how=SMALLEST) if low > plain else self.plain
 
     def _largest(self, trial: Callable[[int], tuple[int, bool]], low: int, count: int) -> int:
-        """Return the largest count that fits.
+        """Return a count that fits, at most `--within` below the largest one.
 
         Args:
             trial: Returns for a count the bytes that it needs, and whether it fits.
@@ -236,12 +236,12 @@ class SizeSearch:
 
         Where one of them is unknown, the law is the usual one through the latest count.
         """
-        beside = {count: max(num_bytes - self._fixed_bytes, 1) for count, num_bytes in needs.items()}
+        variable_bytes = {count: max(num_bytes - self._fixed_bytes, 1) for count, num_bytes in needs.items()}
         room, power = max(self.limit - self._fixed_bytes, 1), float(self._axis.power)
         count = latest or high
-        if low in beside and high in beside and beside[low] < beside[high]:
-            power, count = math.log(beside[high] / beside[low]) / math.log(high / low), low
-        return int(count * (room / beside[count]) ** (1 / power))
+        if low in variable_bytes and high in variable_bytes and variable_bytes[low] < variable_bytes[high]:
+            power, count = math.log(variable_bytes[high] / variable_bytes[low]) / math.log(high / low), low
+        return int(count * (room / variable_bytes[count]) ** (1 / power))
 
     def _try(self, count: int) -> tuple[int, bool]:
         """Return the bytes of the smallest plan for a size, and whether the size fits and is fast enough."""
@@ -260,9 +260,8 @@ class SizeSearch:
         """Return whether the fastest plan within the budget is fast enough, and set it as the result then."""
         shown = self._axis.shown(count * self._axis.unit)
         try:
-            params = dataclasses.replace(
-                self.params, max_slowdown=math.inf
-            )  # A line names the time instead of an error.
+            # A line names the time of a slow plan, instead of an error.
+            params = dataclasses.replace(self.params, max_slowdown=math.inf)
             plan = self._step(count).plan(params, self._progress, advise=False)
         except BudgetError as error:
             self._progress.say(f"{shown}, rewritten: does not fit, needs {format_bytes(error.smallest_bytes)}")

@@ -43,9 +43,9 @@ class _StopError(BaseException):
 
 @contextlib.contextmanager
 def stoppable(seconds: float | None) -> Iterator[Stop]:
-    """Run a block until it ends, or until a signal or `seconds` stop it; the block's results must be kept outside.
+    """Run a block until it ends, a signal arrives, or `seconds` pass. The block must store its results outside.
 
-    Windows has no timer that interrupts the block, so that `seconds` do not count there.
+    Windows has no timer that interrupts the block, and ignores `seconds`.
     """
     stop = Stop()
 

@@ -1,7 +1,8 @@
-"""Finds out why a step takes much longer than `max_slowdown` accepts; predicted times may be wrong."""
+"""Names the ops of a step that takes much longer than `max_slowdown` accepts; predicted times may be wrong."""
 
 from __future__ import annotations
 
+import enum
 import math
 import time
 import weakref
@@ -16,7 +17,7 @@ from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._report.op_names import short_op_names
 from tflms_sft._report.plan import Plan
 
-TOLERANCE = 2.0
+SLOW_STEP_RATIO = 2.0
 """Measured time, over the longest one that is accepted, above which a step is slow."""
 
 MIN_SECONDS = 0.2
@@ -26,14 +27,22 @@ NUM_CAUSES = 3
 """Ops that the line about a slow step names."""
 
 
-class SlowSteps:
-    """Measures the second step of each plan; if it is slow, profiles the third one.
+class _Stage(enum.Enum):
+    """What happens in the next execution of a plan."""
 
-    The first step of a plan, which includes its trace, has no plan yet. Only plans within a budget are measured.
+    MEASURE = enum.auto()
+    PROFILE = enum.auto()
+    DONE = enum.auto()
+
+
+class SlowSteps:
+    """Measures the second execution of each plan; if it is slow, profiles the third one.
+
+    The first execution traces the step and has no plan yet. Without a budget no step counts as slow.
 
     Args:
-        request: What the steps are rewritten for.
-        steps: Number of steps of a run.
+        request: Tiles, swaps or budget of the steps.
+        steps: Number of steps of an execution.
         tell: Called with the line about a slow step.
     """
 
@@ -42,29 +51,31 @@ class SlowSteps:
         self._max_slowdown = math.inf if budget is None else budget.max_slowdown
         self._steps = steps
         self._tell = tell
-        self._runs: weakref.WeakKeyDictionary[Plan, int] = weakref.WeakKeyDictionary()
+        self._stages: weakref.WeakKeyDictionary[Plan, _Stage] = weakref.WeakKeyDictionary()
 
     def run(self, plan: Plan | None, run: Callable[[], Any]) -> Any:
         """Run the steps of one execution, and return their result."""
-        number = 2 if plan is None else self._runs.setdefault(plan, 0)
-        if plan is None or number == 2 or not plan.changed or not plan.original.seconds:
+        if plan is None or not plan.changed or not plan.original.seconds:
             return run()
-        if number == 1:
-            self._runs[plan] = 2
+        stage = self._stages.get(plan, _Stage.MEASURE)
+        self._stages[plan] = _Stage.DONE
+        if stage is _Stage.PROFILE:
             return self._profile(plan, run)
         began = time.perf_counter()
         result = run()
-        tf.nest.map_structure(lambda value: value.numpy() if tf.is_tensor(value) else value, result)  # Waits for a GPU.
-        seconds = (time.perf_counter() - began) / self._steps
-        accepted = max(TOLERANCE * self._max_slowdown * plan.original.seconds, MIN_SECONDS)
-        self._runs[plan] = 1 if seconds > accepted else 2
+        if stage is _Stage.MEASURE:
+            # Reading the result waits for a GPU.
+            tf.nest.map_structure(lambda value: value.numpy() if tf.is_tensor(value) else value, result)
+            seconds = (time.perf_counter() - began) / self._steps
+            if seconds > max(SLOW_STEP_RATIO * self._max_slowdown * plan.original.seconds, MIN_SECONDS):
+                self._stages[plan] = _Stage.PROFILE
         return result
 
     def _profile(self, plan: Plan, run: Callable[[], Any]) -> Any:
         began = time.perf_counter()
         try:
             result, spans = profiled(run)
-        except tf.errors.AlreadyExistsError:  # Of another profile, before the step has run.
+        except tf.errors.AlreadyExistsError:  # Another profile is being recorded; the step has not run.
             return run()
         seconds = (time.perf_counter() - began) / self._steps
         self._tell(slow_step_line(seconds, plan, self._max_slowdown, spans))

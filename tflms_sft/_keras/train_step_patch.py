@@ -38,7 +38,7 @@ from tflms_sft._batches.batch_limits import (
     with_planned_sizes,
 )
 from tflms_sft._batches.first_batches import PeekedBatches, can_peek, varies_in_size
-from tflms_sft._batches.planned_step import PlannedStep, Shapes, positions_of, shapes_of, step_for, with_sizes
+from tflms_sft._batches.planned_step import PlannedStep, Shapes, positions_of, shapes_of, spec_with_sizes, step_for
 from tflms_sft._cluster.worker_watch import workers_watched
 from tflms_sft._keras import messages
 from tflms_sft._keras.model_checks import build_optimizer, check_model
@@ -458,7 +458,7 @@ class StepPatch:
                     watch_tier(tier)
         importer, planned = now.importers[key]
         arguments = with_planned_sizes(leaves, tf.nest.flatten(planned))
-        # A step that is not rewritten runs larger batches, too, which `PlannedStep.extend` predicts before.
+        # A step that is not rewritten also runs larger batches, for which `PlannedStep.extend` has predicted the peak.
         if now.batch_limit is not None and now.plan is not None and (now.plan.changed or not self._selects_size):
             arguments = now.batch_limit.check_batch(arguments)
         return importer(arguments)
@@ -485,7 +485,7 @@ class StepPatch:
         """Return the spec of one input, with the sizes of the first batch where those of the data set are unknown."""
         shapes = self._now.shapes
         known = (shapes[position] if position < len(shapes) else None) or self._batch_shape or ()
-        return with_sizes(self._open_spec(tensor), known, images_only=not self._selects_size)
+        return spec_with_sizes(self._open_spec(tensor), known, images_only=not self._selects_size)
 
     def _rewrite(self, specs: Any, open_specs: Any) -> tuple[StepImporter, Any]:
         """Trace and rewrite the step for `specs`; trace it for `open_specs`, of any size, if nothing is rewritten.

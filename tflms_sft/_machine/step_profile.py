@@ -41,7 +41,7 @@ def profiled(run: Callable[[], R]) -> tuple[R, list[OpSpan]]:
     """Return the result of a function, and the runs of all ops meanwhile; loops are not ops here.
 
     Raises:
-        tf.errors.OpError: If another profile is being recorded.
+        tf.errors.AlreadyExistsError: If another profile is being recorded; the function has not been called.
     """
     with tempfile.TemporaryDirectory() as folder:
         with _quiet():

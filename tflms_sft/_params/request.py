@@ -40,7 +40,7 @@ class RewriteRequest:
         """Return the text of the progress line for the time of planning.
 
         Args:
-            again: Whether a measured peak has corrected the memory model since the plan before.
+            again: Whether a measured peak has corrected the memory model since the previous plan.
         """
         if isinstance(self.tiles, AutoParams):
             budget = self.tiles.without_plan().memory_budget

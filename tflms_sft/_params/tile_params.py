@@ -241,7 +241,7 @@ class AutoParams:
         return None
 
     def without_plan(self) -> AutoParams:
-        """Return a copy for steps that the saved plan is not for; where no budget is given, it has that of the plan."""
+        """Return a copy without the saved plan; a budget of `"auto"` becomes that of the plan."""
         budget = self._saved_budget() if self.memory_budget == AUTO else None
         return dataclasses.replace(self, plan=None, memory_budget=self.memory_budget if budget is None else budget)
 

@@ -519,9 +519,9 @@ def _too_slow(traced: TracedStep, params: AutoParams, search: TileSearch, plan: 
 
 
 def _fast_budget(traced: TracedStep, params: AutoParams, search: TileSearch) -> tuple[int, float]:
-    """Return a small budget within which a step takes at most `FAST_TIME_RATIO` times as long, and that ratio.
+    """Return a small budget within which a step takes at most `FAST_TIME_RATIO` times as long, and its ratio.
 
-    Bisects between the given budget, which is too small, and one that the original step needs.
+    Bisects geometrically between the given budget, which is too small, and the one that the original step needs.
     """
     slow, fast, ratio = params.memory_budget, _smallest_budget(traced, params, traced.plain.peak), 1.0
     for _ in range(MAX_BUDGETS_TRIED):
@@ -530,7 +530,7 @@ def _fast_budget(traced: TracedStep, params: AutoParams, search: TileSearch) -> 
         budget = int(math.sqrt(slow * fast))
         larger = dataclasses.replace(params, memory_budget=budget)
         plans = _fitting(traced, search, larger, LeastMemory(traced, search, larger))
-        if plans and plans[0].seconds <= FAST_TIME_RATIO * traced.seconds:
+        if plans and plans[0].seconds <= min(FAST_TIME_RATIO, params.max_slowdown) * traced.seconds:
             fast, ratio = budget, max(plans[0].seconds / traced.seconds, 1.0)
         else:
             slow = budget

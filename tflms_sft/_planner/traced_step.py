@@ -85,7 +85,7 @@ class TracedStep:
             of gradients that the loss depends on.
         devices: GPUs of several replicas, whose loops run concurrently; empty for one replica, and on a CPU.
         rates: Rates of the machine.
-        excess_bytes: Measured less predicted memory of an earlier plan; expected of all plans.
+        excess_bytes: Measured less predicted peak of an earlier plan, which the limit of all plans is reduced by.
         in_used_process: Whether much other memory had been in use in the process before the earlier plan ran.
         files: Rule that selects the results of tile loops that lie in files; `None` to hold all in memory.
         found: Called with the time, over that of the original step, of each plan that a search finds within the budget.
@@ -225,7 +225,7 @@ def analyse_step(
 
 
 def with_sizes(traced: TracedStep, sizes: Mapping[int, int]) -> TracedStep:
-    """Return a traced step for other leading sizes of its arguments, by position; sizes that are not open do not count.
+    """Return a traced step for other leading sizes of its arguments, by position; static sizes stay.
 
     Args:
         traced: The step.

@@ -304,8 +304,8 @@ def excess_remedy(excess_bytes: int, budget: int, least: int = 0, *, is_used: bo
         excess_bytes: Measured less predicted memory.
         budget: Bytes.
         least: Predicted bytes of the plan that needs least, if known.
-        is_used: Whether much memory had been in use before the step began; else there is no reason to name, and no
-            remedy if `headroom` does not help.
+        is_used: Whether the process had much memory in use before the step. If not, no reason is named, and no remedy
+            if `headroom` does not help.
     """
     headroom = f"`headroom={min(math.ceil(100 * excess_bytes / budget) / 100, 0.99):g}`"
     suffices = least + excess_bytes <= budget

@@ -71,8 +71,8 @@ class Difference:
         limit: Largest relative difference that rounding explains: the limit of the dtype for a step of this size, or
             ten times the noise.
         ok: Whether rounding explains the difference.
-        conclusive: Whether `ok` tells right from wrong: not if the noise is above 1 %, nor if the difference exceeds
-            its limit by less than a factor of three.
+        conclusive: Whether `ok` can be trusted: not where it is true at a noise above 1 %, nor where the difference
+            exceeds its limit by less than a factor of three.
 
     Variables are compared with the update of the original step from the gradients of the rewritten step, which are
     compared themselves. If that does not explain the difference, they are compared with the original step.
