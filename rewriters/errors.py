@@ -66,8 +66,8 @@ class BudgetError(RewriteError):
     Attributes:
         smallest_bytes: The smallest feasible budget in bytes; after a measured step, its peak; for plans slower than
             `max_slowdown`, a budget that is faster. Not set, like `tensor`, for a model that runs eagerly.
-        tensor: The largest tensor alive at the peak of that plan, by the layer that computes it. If kernel scratch or
-            an iteration of a loop takes more, the message says so.
+        tensor: The largest tensor alive at the peak of that plan, or of the original step if plans are slow, by the
+            layer that computes it. If kernel scratch or an iteration of a loop takes more, the message says so.
     """
 
     smallest_bytes: int

@@ -257,7 +257,8 @@ def _changes_nothing(node: Node, source: Tensor, evaluate: StaticEvaluator) -> b
 def _release_constants(graph: Graph) -> bool:
     """Drop control edges to constants: a tile loop reads constants that are ready before it begins.
 
-    An edge stays if consumers of the constant would no longer wait for an effect, such as an assertion.
+    An edge stays if a consumer of the constant would no longer wait for an effect, such as an assertion. Other waiting
+    constants do not count for a consumer, because their edges may be dropped too.
 
     Returns:
         Whether any edge was dropped.
@@ -267,10 +268,12 @@ def _release_constants(graph: Graph) -> bool:
         return False
     effects, consumers = _effects(graph.execution_order()), graph.consumers()
     results = {tensor.node for tensor in graph.outputs}
-    released = []
+    released, candidates = [], set(waiting)
     for node in waiting:
         readers = [reader for reader, _ in consumers.get(node.out(), ())]
-        others = ([effects[before] for before in predecessors(reader) if before is not node] for reader in readers)
+        others = (
+            [effects[before] for before in predecessors(reader) if before not in candidates] for reader in readers
+        )
         remaining = functools.reduce(operator.and_, (functools.reduce(operator.or_, bits, 0) for bits in others), -1)
         if node not in results and not effects[node] & ~remaining:
             released.append(node)
@@ -358,8 +361,10 @@ def _find_shapes_by_operands(graph: Graph, evaluate: StaticEvaluator) -> bool:
         if target is None or (shape is not None and None not in shape[1:]):
             continue
         if isinstance(target, np.ndarray):
-            dims = node.inputs[0].shape or ()
-            target = tuple(_padded_size(dim, rows) for dim, rows in zip(dims, target.tolist(), strict=False))
+            dims = node.inputs[0].shape
+            if dims is None or len(dims) != len(target):
+                continue
+            target = tuple(_padded_size(dim, rows) for dim, rows in zip(dims, target.tolist(), strict=True))
         if not isinstance(target, tuple):
             continue
         new = tuple(size if isinstance(size, int) and size >= 0 else None for size in target)

@@ -87,11 +87,16 @@ def comparing_kernels() -> frozenset[str]:
 
 def pool_grad_needs_forward_workspace() -> bool:
     """Return whether the gradient of max pooling reads a workspace of the forward kernel, as with oneDNN."""
-    return name().startswith("CPU") and has_allocator_stats()
+    return _uses_onednn()
 
 
 def merges_bias_gradients() -> bool:
     """Return whether the gradients of a filter and of a bias may become one op, as with oneDNN."""
+    return _uses_onednn()
+
+
+def _uses_onednn() -> bool:
+    """Return whether TensorFlow replaces ops by those of oneDNN, whose allocator has statistics."""
     return name().startswith("CPU") and has_allocator_stats()
 
 

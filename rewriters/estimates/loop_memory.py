@@ -209,7 +209,7 @@ class IterationModel:
     def _kernel_shape(self, node: Node, tile: Tile, batch: int) -> KernelShape:
         """Return the shape of a kernel call: of convolutions, their gradients, those of pools, and cross-entropies."""
         known = [self._known_images(t) for t in (*node.inputs, node.out()) if t in self.tile_loop.regions]
-        images = self._max_images(max((count for count in known if count is not None), default=batch))
+        images = self._max_images(max((count or batch for count in known), default=batch))
         plan = self.tile_loop.plans.get(node)
         if plan is not None and PER_PIXEL in node.attrs:
             rows = [p.computed.size[i] for p, i in zip(plan, tile, strict=True) if p.computed is not None]

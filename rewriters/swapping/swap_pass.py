@@ -285,7 +285,7 @@ class _SwapSelector:
             distance = level[reader] - level[tensor.node]
             branch = self.options.swap_branches and distance > self.options.branch_threshold
             late = self.search.ready[reader] > last_forward if reader in backward else branch
-            if distance > 1 and late and not _writes_variable(reader):
+            if distance > 1 and late and not may_write_variable(reader):
                 late_readers.append(reader)
         return sorted(late_readers, key=level.__getitem__)
 
@@ -339,11 +339,6 @@ def _merged(swap_ins: Iterable[SwapIn]) -> list[SwapIn]:
 
 def _is_data(tensor: Tensor) -> bool:
     return tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype.is_bool or tensor.dtype.is_complex
-
-
-def _writes_variable(node: Node) -> bool:
-    """Return whether an op may write a variable: edges next to variables are not swapped (5.1)."""
-    return may_write_variable(node)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -408,7 +403,7 @@ class InsertSwaps(GraphPass[SwapResult]):
         _add_unless_cyclic(new, _wait_for_releases(chains, level), is_acyclic)
         needed = ancestors(out.done for out in outs)  # by the new edges too
         last = max(level.values()) + 1
-        updates = {new.nodes[node.name]: level[node] for node in level if _writes_variable(node)}
+        updates = {new.nodes[node.name]: level[node] for node in level if may_write_variable(node)}
         _run_updates_last(new, outs, {node: at if node in needed else last for node, at in updates.items()})
         try:
             new.execution_order()

@@ -11,9 +11,11 @@ from training import SETTINGS, X, Y, both, budgeted, is_plain, net, same, same_h
 
 import tflms_sft
 from tflms_sft._batches.batch_limits import check_batch_shape
-from tflms_sft._batches.planned_step import PlannedStep, shapes_of
+from tflms_sft._batches.planned_step import EXTENSION, MARGIN, PlannedStep, shapes_of
 from tflms_sft._keras import forward_step_patch, peak_watch, train_step_patch
+from tflms_sft._planner.traced_step import analyse_step, predict, with_sizes
 from tflms_sft._report.plan_records import Measurement
+from tflms_sft._trace.layer_names import LayerRecord
 
 both_plans = pytest.mark.parametrize(("budget", "changed"), [("1GiB", False), ("240KiB", True)])
 
@@ -375,6 +377,44 @@ def test_swaps_hold_for_smaller_leading_sizes_and_are_planned_again_for_larger_o
     out = capsys.readouterr().out
     assert out.count("predicted peak") == 2 and "for batches of 300x5, 1300x2, 300, 8x1" in out
     assert callback.plan.changed
+
+
+def test_limit_of_a_larger_batch_and_margin_are_for_the_sizes_of_the_first_one():
+    step = PlannedStep([(4, 8, 8, 3), (4, 10), (30, 2)], has_margin=True)
+    step.use_limit(8)
+    assert list(step.leading_limits) == [8, 8, math.ceil(30 * MARGIN)]
+    assert step.drop_margin() and list(step.leading_limits) == [4, 4, 30] and not step.drop_margin()
+    step.use_limit(8)
+    assert list(step.leading_limits) == [8, 8, 30]
+
+
+def test_plan_after_an_excess_is_for_sizes_that_were_seen():
+    """An extended step holds for more than it has seen."""
+    step = PlannedStep([(30, 2), (4,)])
+    step.plan, step.arguments = type("OriginalStep", (), {"changed": False}), [0, 1]
+    step.batch_limit = type("Limit", (), {"fits": staticmethod(lambda sizes: True)})
+    assert step.extend([(50, 2), (3,)])
+    assert list(step.leading_limits) == [50 * EXTENSION, 4]
+    step.discard()
+    assert list(step.leading_limits) == [50, 4]
+
+
+def test_step_for_equal_sizes_has_no_estimates_of_unlike_sizes():
+    """The facts of a graph belong to one set of sizes."""
+
+    @tf.function(autograph=False)
+    def step(x, y):
+        rows = tf.boolean_mask(x, x[:, 0] > 0)
+        return tf.reduce_sum(tf.tanh(x)) + tf.reduce_sum(tf.exp(y)) + tf.reduce_sum(tf.sin(rows))
+
+    specs = tf.TensorSpec((None, 100)), tf.TensorSpec((None, 100))
+    concrete_fn = step.get_concrete_function(*specs)
+
+    def peak(traced):
+        return predict(traced, [])[0].peak_bytes
+
+    unlike, equal = (analyse_step(concrete_fn, LayerRecord(), 400, sizes=sizes) for sizes in ({0: 100, 1: 50}, {}))
+    assert peak(with_sizes(unlike, {0: 400, 1: 400})) == peak(equal) > peak(unlike)
 
 
 class OfRagged(keras.Model):

@@ -127,6 +127,34 @@ def test_read_canonical_assertion_stays_before_consumers():
     assert "If" in {node.op for node in ancestors([update])}  # The guard around the assertion.
 
 
+def test_read_canonical_assertion_stays_before_slice_that_waits_by_its_constants():
+    """TensorFlow lets begin, end and strides wait, and not the slice, which reads them."""
+    variable = tf.Variable(tf.ones((2, 2)))
+
+    @tf.function(autograph=False)
+    def body(x):
+        with tf.control_dependencies([tf.debugging.assert_positive(x)]):
+            part = x[:, 1:]
+        variable.assign_sub(part)
+        return part
+
+    graph = canonicalize.read_canonical(body.get_concrete_function(tf.TensorSpec((2, 3))))
+    update = next(node for node in graph.nodes.values() if node.op == "AssignSubVariableOp")
+    update.control_inputs = []
+    assert "If" in {node.op for node in ancestors([update])}
+
+
+def test_read_canonical_padding_of_unknown_rank_keeps_its_shape():
+    @tf.function(autograph=False)
+    def body(x):
+        unknown = tf.numpy_function(lambda x: x, [x], tf.float32)
+        return tf.shape(tf.pad(unknown, [[1, 1], [0, 2]]))[0]
+
+    concrete_fn = body.get_concrete_function(tf.TensorSpec((2, 3)))
+    graph = canonicalize.read_canonical(concrete_fn)
+    assert int(imported(concrete_fn, graph)(tf.zeros((2, 3)))) == 4
+
+
 def test_read_canonical_shape_n_becomes_one_shape_per_operand():
     @tf.function(autograph=False)
     def body(x, y):

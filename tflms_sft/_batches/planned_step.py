@@ -45,6 +45,7 @@ class PlannedStep:
         shapes: Shapes of the tensors of its first batch, components of ragged and sparse tensors included, `()` for a
             `None` in the batch; empty before these are known.
         limits: Largest leading sizes of these tensors that it is planned for; empty for those of `shapes`.
+        largest: Largest leading sizes of the batches that it has been extended to.
         has_margin: Whether it is planned for leading sizes that are larger than those of its first batch by `MARGIN`.
         arguments: Positions in `shapes` of the arguments of the traced step.
         image_shapes: Shapes of the images in files that its first batch names, for each reader of unknown sizes; empty
@@ -68,6 +69,7 @@ class PlannedStep:
     shapes: Shapes = ()
     image_shapes: Shapes = ()
     limits: Sequence[int] = ()
+    largest: Sequence[int] = ()
     has_margin: bool = False
     arguments: Sequence[int] = ()
     function: Any = None
@@ -128,7 +130,7 @@ class PlannedStep:
 
     def drop_margin(self) -> bool:
         """Plan for the leading sizes of the first batch; return whether larger ones were planned for before."""
-        had_margin, self.has_margin = self.has_margin, False
+        had_margin, self.has_margin, self.limits = self.has_margin, False, ()
         return had_margin
 
     def set_arguments(self, specs: Any) -> None:
@@ -146,7 +148,9 @@ class PlannedStep:
     def use_limit(self, batch: int) -> None:
         """Plan for a larger batch: raise the leading sizes that equal the batch size of the first batch."""
         first = _leading_size(_largest(self.shapes))
-        self.limits = [batch if limit == first else limit for limit in self.leading_limits]
+        leading = list(map(_leading_size, self.shapes))
+        limits = zip(leading, self.leading_limits, strict=True)
+        self.limits = [max(batch, limit) if size == first else limit for size, limit in limits]
 
     def holds_for(self, shapes: Shapes, image_shapes: Shapes = ()) -> bool:
         """Return whether this step can train a batch.
@@ -173,7 +177,7 @@ class PlannedStep:
         for factor in (EXTENSION, 1):
             limits = [new * factor if new > old else old for new, old in zip(sizes, self.leading_limits, strict=True)]
             if limit.fits(self.argument_sizes(limits)):
-                self.limits = limits
+                self.limits, self.largest = limits, sizes
                 return True
         return False
 
@@ -223,6 +227,7 @@ class PlannedStep:
         self.abandon()
         self.importers.clear()
         self.plan = self.excess = None
+        self.limits = self.largest
         self.is_open = self.is_measured = self.has_peeked = False
 
     def abandon(self) -> None:

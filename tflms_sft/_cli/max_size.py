@@ -234,14 +234,17 @@ class SizeSearch:
     def _estimate(self, needs: Mapping[int, int], low: int, high: int, latest: int = 0) -> int:
         """Return the count at which a power law through the bytes of two counts meets the limit.
 
-        Where one of them is unknown, the law is the usual one through the latest count.
+        Where one of them is unknown, the law is the usual one through the latest count. A count that fits but is slow
+        tells nothing of bytes: then it is the middle.
         """
-        variable_bytes = {count: max(num_bytes - self._fixed_bytes, 1) for count, num_bytes in needs.items()}
+        if needs.get(high, 0) <= self.limit and low < high:
+            return (low + high) // 2
+        growing = {count: max(num_bytes - self._fixed_bytes, 1) for count, num_bytes in needs.items()}
         room, power = max(self.limit - self._fixed_bytes, 1), float(self._axis.power)
         count = latest or high
-        if low in variable_bytes and high in variable_bytes and variable_bytes[low] < variable_bytes[high]:
-            power, count = math.log(variable_bytes[high] / variable_bytes[low]) / math.log(high / low), low
-        return int(count * (room / variable_bytes[count]) ** (1 / power))
+        if low in growing and high in growing and growing[low] < growing[high]:
+            power, count = math.log(growing[high] / growing[low]) / math.log(high / low), low
+        return int(count * (room / growing[count]) ** (1 / power))
 
     def _try(self, count: int) -> tuple[int, bool]:
         """Return the bytes of the smallest plan for a size, and whether the size fits and is fast enough."""

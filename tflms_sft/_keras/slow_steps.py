@@ -61,24 +61,31 @@ class SlowSteps:
         self._stages[plan] = _Stage.DONE
         if stage is _Stage.PROFILE:
             return self._profile(plan, run)
-        began = time.perf_counter()
-        result = run()
-        if stage is _Stage.MEASURE:
-            # Reading the result waits for a GPU.
-            tf.nest.map_structure(lambda value: value.numpy() if tf.is_tensor(value) else value, result)
-            seconds = (time.perf_counter() - began) / self._steps
-            if seconds > max(SLOW_STEP_RATIO * self._max_slowdown * plan.original.seconds, MIN_SECONDS):
-                self._stages[plan] = _Stage.PROFILE
+        if stage is _Stage.DONE:
+            return run()
+        result, seconds = self._timed(run)
+        if self._is_slow(plan, seconds):
+            self._stages[plan] = _Stage.PROFILE
         return result
 
-    def _profile(self, plan: Plan, run: Callable[[], Any]) -> Any:
+    def _timed(self, run: Callable[[], Any]) -> tuple[Any, float]:
+        """Run the steps of one execution; return their result, and the seconds of a step."""
         began = time.perf_counter()
+        result = run()
+        # Reading the result waits for a GPU.
+        tf.nest.map_structure(lambda value: value.numpy() if tf.is_tensor(value) else value, result)
+        return result, (time.perf_counter() - began) / self._steps
+
+    def _is_slow(self, plan: Plan, seconds: float) -> bool:
+        return seconds > max(SLOW_STEP_RATIO * self._max_slowdown * plan.original.seconds, MIN_SECONDS)
+
+    def _profile(self, plan: Plan, run: Callable[[], Any]) -> Any:
         try:
-            result, spans = profiled(run)
+            (result, seconds), spans = profiled(lambda: self._timed(run))
         except tf.errors.AlreadyExistsError:  # Another profile is being recorded; the step has not run.
             return run()
-        seconds = (time.perf_counter() - began) / self._steps
-        self._tell(slow_step_line(seconds, plan, self._max_slowdown, spans))
+        if self._is_slow(plan, seconds):
+            self._tell(slow_step_line(seconds, plan, self._max_slowdown, spans))
         return result
 
 

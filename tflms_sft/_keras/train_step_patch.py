@@ -116,7 +116,6 @@ class StepPatch:
         self._num_replicas = 1
         self._replicas: Replicas | None = None
         self._excesses = Excesses() if excesses is None else excesses
-        self._slow_steps = SlowSteps(params, model.steps_per_execution, self._tell)
         self.watch = PeakWatch()
 
     @property
@@ -170,6 +169,7 @@ class StepPatch:
 
     def _insert(self) -> None:
         model, kind = self.model, self.kind
+        self._slow_steps = SlowSteps(self._params, model.steps_per_execution, self._tell)
         strategy = model.distribute_strategy
         self._original = getattr(model, kind.step)
         if merges_replicas(strategy):

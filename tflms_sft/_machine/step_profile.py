@@ -38,7 +38,9 @@ class OpSpan(NamedTuple):
 
 
 def profiled(run: Callable[[], R]) -> tuple[R, list[OpSpan]]:
-    """Return the result of a function, and the runs of all ops meanwhile; loops are not ops here.
+    """Return the result of a function and the runs of all ops meanwhile, without those of loops.
+
+    If the profile cannot be written or read, there are none.
 
     Raises:
         tf.errors.AlreadyExistsError: If another profile is being recorded; the function has not been called.
@@ -48,10 +50,17 @@ def profiled(run: Callable[[], R]) -> tuple[R, list[OpSpan]]:
             tf.profiler.experimental.start(folder)
         try:
             result = run()
-        finally:
+        except BaseException:
+            with _quiet():
+                tf.profiler.experimental.stop(save=False)
+            raise
+        try:
             with _quiet():
                 tf.profiler.experimental.stop()
-        return result, [span for path in Path(folder).glob("**/*.xplane.pb") for span in _spans(path.read_bytes())]
+            paths = Path(folder).glob("**/*.xplane.pb")
+            return result, [span for path in paths for span in _spans(path.read_bytes())]
+        except (tf.errors.OpError, OSError, ImportError, ValueError):  # The run has had its effects.
+            return result, []
 
 
 def shared_time(spans: Iterable[tuple[str, float, float]]) -> dict[str, float]:

@@ -503,18 +503,19 @@ def _too_small(traced: TracedStep, params: AutoParams, search: TileSearch, least
 def _too_slow(traced: TracedStep, params: AutoParams, search: TileSearch, plan: FeasiblePlan) -> BudgetError:
     """Return the error for a step whose plans all take longer than `max_slowdown` allows; `plan` is the fastest."""
     ratio = plan.seconds / traced.seconds
-    budget, faster = _fast_budget(traced, params, search)
-    tensor = takes_most(traced, plan.plan.plans, traced.plain.peak)[1]
+    budget, faster = _fast_budget(dataclasses.replace(traced, found=None), params, search)
+    memory = device_memory_limit(traced.devices)
+    larger = f'memory_budget="{enough_bytes(budget)}", which takes {faster:.2f} times as long, or '
     error = BudgetError(
         "`memory_budget` makes this step slow. Received: memory_budget="
         f"{format_bytes(params.memory_budget)} ({params.memory_budget} bytes), within which the fastest plan is "
         f"predicted to take {ratio:.3g} times as long as the original step, with a peak of "
         f"{format_bytes(plan.peak_bytes)}. "
-        f'Expected: at most max_slowdown={params.max_slowdown:g}. Pass memory_budget="{enough_bytes(budget)}", which '
-        f"takes {faster:.2f} times as long, or `max_slowdown={math.ceil(ratio * 1.01)}` to train with this plan."
+        f"Expected: at most max_slowdown={params.max_slowdown:g}. Pass {'' if memory and budget > memory else larger}"
+        f"`max_slowdown={math.ceil(ratio * 1.01)}` to train with this plan."
     )
     error.smallest_bytes = budget
-    error.tensor = tensor
+    error.tensor = takes_most(traced, [], traced.plain.peak)[1]
     return error
 
 

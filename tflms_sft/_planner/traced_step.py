@@ -238,6 +238,8 @@ def with_sizes(traced: TracedStep, sizes: Mapping[int, int]) -> TracedStep:
         return dataclasses.replace(traced, batch=batch)
     graph = traced.analysis.graph.copy()
     graph.sizes = sizes
+    for node in graph.nodes.values():
+        node.loop = None  # Facts for other sizes.
     add_loop_facts(graph)
     return dataclasses.replace(traced, analysis=GraphAnalysis(graph, forward=traced.forward), batch=batch)
 
