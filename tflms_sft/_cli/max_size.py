@@ -251,10 +251,11 @@ class SizeSearch:
         step, shown = self._step(count), self._axis.shown(count * self._axis.unit)
         smallest = step.least_memory(self.params, self._progress)
         peak, ratio = smallest.peak.peak_bytes, max(smallest.time_ratio, 1.0)
-        if peak > self.limit or ratio > self._max_slowdown:
-            # Another plan may be faster, or need less room on the disk.
-            fits = self._plan(count)
-            return min(peak, self.limit) if fits else peak, fits
+        if peak > self.limit:
+            self._progress.say(f"{shown}, rewritten: does not fit, smallest plan {format_bytes(peak)}")
+            return peak, False
+        if ratio > self._max_slowdown:  # Another plan may be faster.
+            return peak, self._plan(count)
         self._progress.say(f"{shown}, rewritten: fits, smallest plan {format_bytes(peak)} at {ratio:.2f}x the time")
         self.rewritten = self._result(count, peak, ratio, SMALLEST)
         return peak, True
