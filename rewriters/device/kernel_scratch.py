@@ -122,7 +122,7 @@ def multiplies_in_single_precision(node: Node) -> bool:
     if node.op not in _PRODUCTS or not node.outputs or not properties.name().startswith("CPU"):
         return False
     dtype = node.outputs[0][0]
-    return dtype in (tf.float16, tf.bfloat16) and not properties.onednn_computes(dtype)
+    return dtype in (tf.float16, tf.bfloat16) and _own(node)
 
 
 def product_scratch(node: Node, operand_bytes: Sequence[int], result_bytes: int) -> int:
