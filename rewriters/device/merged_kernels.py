@@ -16,12 +16,15 @@ import graphlib
 from collections.abc import Iterable, Mapping, Sequence
 
 from rewriters.device import properties
-from rewriters.ir.graph import Graph, Node, Tensor, predecessors
+from rewriters.ir.graph import Graph, Node, Tensor
 from rewriters.ir.op_traits import Trait, ops_with
 
 __all__: list[str] = []
 
-_MERGE_ROOTS = ops_with(Trait.FUSION_ROOT) | ops_with(Trait.FUSED_PADDING) | ops_with(Trait.SCALES)
+_MERGE_ROOTS = ops_with(Trait.FUSION_ROOT) - ops_with(Trait.MATRIX_PRODUCT)
+_MERGE_ROOTS |= ops_with(Trait.FUSED_PADDING) | ops_with(Trait.SCALES)
+"""First ops of merges. The remapper alone fuses matrix products, none with control edges, so that no path returns."""
+
 _GRADIENT_OPERAND = 2
 """Operand of the gradient of a filter that is the gradient of the convolution's result."""
 
@@ -33,21 +36,21 @@ def may_merge(node: Node, reader: Node | None = None) -> bool:
     return properties.may_fuse_with_consumer(node, reader) or properties.may_move_constant(node, reader)
 
 
-def bias_gradients(nodes: Iterable[Node], consumers: Consumers) -> dict[Node, Node]:
-    """Return for each gradient of a bias the gradient of a filter that oneDNN may merge it with.
+def bias_gradients(nodes: Iterable[Node], consumers: Consumers) -> list[tuple[Node, Node]]:
+    """Return each gradient of a bias with each gradient of a filter that oneDNN may merge it with.
 
-    It does not merge ops of which one waits for the other, and such pairs are left out
-    (`rewriters/scheduling/separate_gradients.py`).
+    Two layers whose results are added have one gradient, and two pairs each. oneDNN does not merge ops of which one
+    waits for the other, and such pairs are left out (`rewriters/scheduling/separate_gradients.py`).
     """
     if not properties.merges_bias_gradients():
-        return {}
-    return {
-        reader: node
+        return []
+    return [
+        (reader, node)
         for node in nodes
         if node.op == "Conv2DBackpropFilter"
         for reader, _ in consumers[node.inputs[_GRADIENT_OPERAND]]
         if reader.op == "BiasAddGrad" and node not in reader.control_inputs
-    }
+    ]
 
 
 def merged_ops(nodes: Iterable[Node], consumers: Consumers) -> dict[Node, Node]:
@@ -58,7 +61,7 @@ def merged_ops(nodes: Iterable[Node], consumers: Consumers) -> dict[Node, Node]:
         consumers: (node, operand position) pairs that read each tensor.
     """
     nodes = list(nodes)
-    merged = bias_gradients(nodes, consumers)
+    merged = dict(bias_gradients(nodes, consumers))
     for node in nodes:
         if node.op not in _MERGE_ROOTS:
             continue
@@ -85,7 +88,9 @@ def cycle_of_merged(graph: Graph) -> list[str]:
         if node.op == "Const":  # Its control edges only keep it from existing early, and TensorFlow folds it.
             continue
         merged_kernel = kernel(node)
-        for before in predecessors(node):
+        # An op that waits for a product with a constant waits for nothing once that is moved.
+        waits_for = [control for control in node.control_inputs if not properties.may_move_constant(control)]
+        for before in (*(tensor.node for tensor in node.inputs), *waits_for):
             if kernel(before) is not merged_kernel:
                 waits.setdefault(merged_kernel, set()).add(kernel(before))
     try:

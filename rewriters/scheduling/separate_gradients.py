@@ -17,14 +17,14 @@ __all__: list[str] = []
 
 
 class SeparateGradients(EdgePass):
-    """Lets each gradient of a bias wait for the gradient of the filter that it could be merged with."""
+    """Lets each gradient of a bias wait for the gradients of filters that it could be merged with."""
 
     def edges(self, graph: Graph) -> Iterator[ControlEdge]:
-        """Yield one edge for each gradient of a bias, unless that of the filter waits for it already."""
+        """Yield an edge for each pair, unless the gradient of the filter waits for that of the bias."""
         pairs = bias_gradients(graph.nodes.values(), graph.consumers())
         level = graph.levels() if pairs else {}
         before: dict[Node, set[Node]] = {}
-        for bias, of_filter in pairs.items():
+        for bias, of_filter in pairs:
             if level[bias] < level[of_filter]:  # Only then a path may lead from one to the other.
                 before.setdefault(of_filter, ancestors([of_filter]))
             if bias not in before.get(of_filter, ()):

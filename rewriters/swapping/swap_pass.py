@@ -17,7 +17,7 @@ from rewriters.analysis.autodiff_roles import in_scope, reads_shape_only
 from rewriters.analysis.graph_analysis import GraphAnalysis, require_analysed
 from rewriters.device.merged_kernels import cycle_of_merged, merged_ops
 from rewriters.device.properties import device_of
-from rewriters.errors import RewriteError
+from rewriters.errors import RewriteError, SwapError
 from rewriters.ir.graph import Graph, Node, Tensor, ancestors, predecessors, producers
 from rewriters.ir.graph_pass import GraphPass, PassResult, run_pass, run_passes
 from rewriters.ir.op_traits import Trait, is_collective, ops_with
@@ -382,7 +382,7 @@ class InsertSwaps(GraphPass[SwapResult]):
         """Add the swaps and the edges that order them.
 
         Raises:
-            RewriteError: If an edge closes a cycle, also after TensorFlow has merged ops. That is a mistake in the
+            SwapError: If an edge closes a cycle, also after TensorFlow has merged ops. That is a mistake in the
                 search for control ops.
         """
         if not self.swaps:
@@ -408,10 +408,10 @@ class InsertSwaps(GraphPass[SwapResult]):
         try:
             new.execution_order()
         except RewriteError as error:
-            raise RewriteError(f"Swaps would create a cycle in the step. {error} Please report it.") from None
+            raise SwapError(f"Swaps would create a cycle in the step. {error} Please report it.") from None
         cycle = cycle_of_merged(new) if is_acyclic else []
         if cycle:
-            raise RewriteError(
+            raise SwapError(
                 f"Swaps would create a cycle in the step: TensorFlow would merge ops around {cycle}. Please report it."
             )
         return SwapResult(new, changed=True, swap_outs=done, swap_ins=tuple(chain.start for chain in chains))

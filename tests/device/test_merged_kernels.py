@@ -1,5 +1,8 @@
 """Cycles that only exist once TensorFlow has merged ops into one kernel."""
 
+import itertools
+import math
+
 import keras
 import pytest
 import tensorflow as tf
@@ -7,9 +10,11 @@ from equivalence import keras_step
 from keras import layers
 from swapping import swapped
 
+import tflms_sft
 from rewriters.device import properties
-from rewriters.device.merged_kernels import cycle_of_merged
+from rewriters.device.merged_kernels import bias_gradients, cycle_of_merged
 from rewriters.ir.graph import Graph, Node
+from rewriters.swapping import swap_pass
 
 EDGE = [(tf.float32, (1,))]
 
@@ -33,6 +38,7 @@ def cycle(*lines):
 
 
 GRADIENTS = ("x = Relu()", "sizes = Const()", "dy = Relu()", "db = BiasAddGrad(dy)")
+TWO = ("dw2 = Conv2DBackpropFilter(x sizes dy)",)
 
 
 @pytest.mark.parametrize(
@@ -41,15 +47,49 @@ GRADIENTS = ("x = Relu()", "sizes = Const()", "dy = Relu()", "db = BiasAddGrad(d
         ((*GRADIENTS, "back = Identity(x) after db", "dw = Conv2DBackpropFilter(back sizes dy)"), True),
         ((*GRADIENTS, "back = Identity(x) after dy", "dw = Conv2DBackpropFilter(back sizes dy)"), False),
         ((*GRADIENTS, "dw = Conv2DBackpropFilter(x sizes dy) after db"), False),
+        ((*GRADIENTS, *TWO, "back = Identity(x) after db", "dw = Conv2DBackpropFilter(back sizes dy)"), True),
+        ((*GRADIENTS, *TWO, "back = Identity(x) after x", "dw = Conv2DBackpropFilter(back sizes dy)"), False),
         (("x = Relu()", "conv = Conv2D(x x)", "back = Identity(x) after conv", "y = AddV2(conv back)"), True),
         (("x = Relu()", "conv = Conv2D(x x)", "back = Identity(x) after x", "y = AddV2(conv back)"), False),
         (("x = Relu()", "conv = Conv2D(x x)", "back = Identity(conv)", "y = AddV2(conv back)"), False),
         (("x = Relu()", "c = Conv2D(x x)", "r = Relu(c)", "back = Identity(x) after c", "y = AddV2(r back)"), True),
+        (("x = Relu()", "c = Const()", "half = Mul(x c)", "dx = Sub(x x) after half", "y = Mul(half dx)"), False),
+        (("x = Relu()", "dot = MatMul(x x)", "back = Identity(x) after dot", "y = AddV2(dot back)"), False),
     ],
-    ids=("bias first", "no path", "direct edge", "fused", "fused, no path", "two readers", "fused chain"),
+    ids=(
+        *(
+            "bias first",
+            "no path",
+            "direct edge",
+            "two filters",
+            "two filters, no path",
+            "fused",
+            "fused, no path",
+            "two readers",
+            "fused chain",
+        ),
+        *("constant moved", "product that others wait for"),
+    ),
 )
 def test_cycle_of_merged_ops_is_found(lines, is_cycle):
     assert bool(cycle(*lines)) is is_cycle
+
+
+def test_budget_is_kept_by_tiles_if_swaps_would_close_a_cycle(monkeypatch):
+    x = tf.random.normal((256, 2))
+    model = keras.Sequential([keras.Input((2,)), *(layers.Dense(32, "tanh") for _ in range(3)), layers.Dense(1)])
+    model.compile("sgd", "mse", jit_compile=False)
+    model.optimizer.build(model.trainable_variables)
+    step = tf.function(lambda x: model.train_step((x, x[:, :1])), autograph=False)
+    whole = tflms_sft.rewrite(step, tflms_sft.AutoParams("1GiB"), x).plan.original.peak_bytes
+    params = tflms_sft.AutoParams(int(0.6 * whole / 0.9), max_slowdown=math.inf)
+    monkeypatch.setattr(swap_pass, "_add_unless_cyclic", lambda *_: None)
+    cycles = itertools.chain.from_iterable(itertools.repeat(([], ["op"])))  # Before swaps, and with them.
+    monkeypatch.setattr(swap_pass, "cycle_of_merged", lambda graph: next(cycles))
+    with pytest.raises(tflms_sft.SwapError, match=r"TensorFlow would merge ops around \['op'\]"):
+        tflms_sft.rewrite(step, tflms_sft.LMSParams(tier="disk", page_cache=True, min_bytes=1), x)
+    plan = tflms_sft.rewrite(step, params, x).plan
+    assert plan.segments and not plan.swaps
 
 
 def branches(x):
@@ -68,3 +108,15 @@ def test_swaps_close_no_cycle_of_merged_ops(strategy, lb):
     step = keras_step(branches, (16, 16), 2, True, keras.optimizers.Adam())
     result = swapped(step, ctrld_strategy=strategy, lb=lb)
     assert result.plan.swaps and not cycle_of_merged(result.graph)
+
+
+def test_gradients_of_two_layers_whose_results_are_added_are_separated():
+    """Both filters and both biases read one gradient."""
+
+    def net(x):
+        return layers.Add()([layers.Conv2D(8, 3, padding="same")(x), layers.Conv2D(8, 1)(x)])
+
+    step = keras_step(lambda x: net(net(layers.Conv2D(8, 1)(x))), (16, 16), 2, True, keras.optimizers.SGD(0.1))
+    result = swapped(step)
+    assert result.plan.swaps and not cycle_of_merged(result.graph)
+    assert not bias_gradients(result.graph.nodes.values(), result.graph.consumers())

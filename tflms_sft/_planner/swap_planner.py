@@ -195,7 +195,10 @@ def apply_swaps(traced: TracedStep, graph: Graph, params: SwapParams, plans: Seq
     if problem:
         raise SwapError(problem)
     assert params.max_in_flight is not None
-    result = insert_swaps(analysis, plan.swaps, tier, params.max_in_flight)
+    try:
+        result = insert_swaps(analysis, plan.swaps, tier, params.max_in_flight)
+    except SwapError as error:  # Of this graph: tiles alone may keep the budget.
+        raise NothingToSwapError(str(error)) from None
     # A swap-out to disk returns the number of a file, which lies in the device's memory.
     away = frozenset(result.swap_outs) if isinstance(tier, HostTier) else frozenset[Node]()
     peak = functools.partial(timing.peak, result, params, away)
