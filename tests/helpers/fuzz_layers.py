@@ -270,3 +270,6 @@ LAYERS = {
     _sliced: 1,
 }
 """What is drawn, and how often."""
+
+ATTENTION = (_attention, _transformer, _windows)
+"""Layers in which every pixel may depend on all others."""
