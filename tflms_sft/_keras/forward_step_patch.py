@@ -16,10 +16,13 @@ from typing import Any
 import tensorflow as tf
 
 from rewriters.errors import BudgetError, RewriteError
+from rewriters.step_importer import StepImporter
 from tflms_sft._keras.model_checks import check_runs_graph, check_trainer, reason_runs_eagerly, variable_bytes
 from tflms_sft._keras.step_kinds import StepKind
 from tflms_sft._keras.train_step_patch import StepPatch
 from tflms_sft._params.request import RewriteRequest
+from tflms_sft._planner.traced_step import TracedStep
+from tflms_sft._report.plan import Plan
 
 EVALUATION = StepKind("test_step", "test_function", "make_test_function", "_tflms_sft_evaluation")
 PREDICTION = StepKind("predict_step", "predict_function", "make_predict_function", "_tflms_sft_prediction")
@@ -79,6 +82,19 @@ class ForwardStepPatch(StepPatch):
     def _insert(self) -> None:
         self._original_function = getattr(self.model, self.kind.function)
         super()._insert()
+
+    def _rewrite_analysed(self, analysed: TracedStep) -> tuple[StepImporter, Plan]:
+        """Rewrite the step; see `StepPatch._rewrite_analysed`.
+
+        Raises:
+            BudgetError: If no plan fits. In a `fit` the training may fit, and its first epoch is over.
+        """
+        try:
+            return super()._rewrite_analysed(analysed)
+        except BudgetError as error:
+            smaller = "`validation_batch_size=`" if self._within_fit else "a smaller `batch_size=`"
+            error.args = (f"{self.called}: {error} Or pass {smaller}.",)
+            raise
 
     def _restore_function(self) -> None:
         """Restore the function that the model had, unless it has received another one since."""
