@@ -53,7 +53,7 @@ REFUSALS = {
         "run in tiles",
     ),
     tflms_sft.BudgetError: ("is too small for this step",),
-    tflms_sft.SwapError: ("no tensor",),
+    tflms_sft.SwapError: ("No tensor can be swapped",),
     # Without a convolution or a pool nothing tells how many axes there are.
     ValueError: ("num_tiles` must be at most", "but the tiled tensor has"),
 }
