@@ -156,9 +156,9 @@ def differentiated_gradient_ops(graph: Graph, order: Sequence[Node]) -> set[Node
     sources: dict[Node, int] = {}  # Set of passes, one bit each, on whose initial gradients a node depends.
     earlier = 0
     for node in order:
-        own = 1 << passes[node] if node in passes else 0
+        pass_bit = 1 << passes[node] if node in passes else 0
         operands = () if reads_shape_only(node) else node.inputs
-        sources[node] = functools.reduce(operator.or_, (sources[t.node] for t in operands), own)
+        sources[node] = functools.reduce(operator.or_, (sources[t.node] for t in operands), pass_bit)
         if is_seed(node) and sources[node]:
             earlier |= sources[node] ^ 1 << sources[node].bit_length() - 1
     readers = graph.consumers()

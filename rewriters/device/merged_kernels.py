@@ -1,13 +1,15 @@
 """Ops that TensorFlow merges into one kernel after a graph has been rewritten.
 
 A merged op waits for everything that one of its parts waits for. A path that leaves one part and comes back to another
-one, through a swap-in for example, then closes a cycle, and the step fails before it starts. Three merges do not look
+one, through a swap-in for example, then closes a cycle, and the step fails before it starts. These merges do not look
 for such a path:
 
-- grappler's remapper fuses a contraction with the ops that alone consume it (`may_fuse_with_consumer`);
-- constant folding moves a constant factor into the product that alone reads the scaled tensor (`may_move_constant`);
-- oneDNN's layout pass merges the gradients of a filter and of a bias that read the same gradient
-  (tensorflow/core/common_runtime/mkl_layout_pass.cc).
+- oneDNN's layout pass merges a convolution with its padding and its bias (`may_fuse_with_consumer`), and the gradients of
+  a filter and of a bias that read the same gradient (tensorflow/core/common_runtime/mkl_layout_pass.cc);
+- constant folding moves a constant factor into the product that alone reads the scaled tensor (`may_move_constant`).
+
+Grappler's remapper fuses no contraction that has control edges (tensorflow/core/grappler/optimizers/remapper.cc). Its
+fusions of convolutions count here all the same, those of matrix products do not.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ __all__: list[str] = []
 
 _MERGE_ROOTS = ops_with(Trait.FUSION_ROOT) - ops_with(Trait.MATRIX_PRODUCT)
 _MERGE_ROOTS |= ops_with(Trait.FUSED_PADDING) | ops_with(Trait.SCALES)
-"""First ops of merges. The remapper alone fuses matrix products, none with control edges, so that no path returns."""
+"""First ops of merges."""
 
 _GRADIENT_OPERAND = 2
 """Operand of the gradient of a filter that is the gradient of the convolution's result."""

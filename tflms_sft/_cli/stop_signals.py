@@ -25,7 +25,7 @@ _HAS_TIMER = hasattr(signal, "SIGALRM")
 
 
 class Stop:
-    """How a search ended.
+    """End of a search: reason and exit code.
 
     Attributes:
         reason: Text of the signal that stopped it; empty if it ended by itself.

@@ -28,7 +28,7 @@ NUM_CAUSES = 3
 
 
 class _Stage(enum.Enum):
-    """What happens in the next execution of a plan."""
+    """Action in the next execution of a plan."""
 
     MEASURE = enum.auto()
     PROFILE = enum.auto()
