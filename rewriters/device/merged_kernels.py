@@ -4,8 +4,8 @@ A merged op waits for everything that one of its parts waits for. A path that le
 one, through a swap-in for example, then closes a cycle, and the step fails before it starts. These merges do not look
 for such a path:
 
-- oneDNN's layout pass merges a convolution with its padding and its bias (`may_fuse_with_consumer`), and the gradients of
-  a filter and of a bias that read the same gradient (tensorflow/core/common_runtime/mkl_layout_pass.cc);
+- oneDNN's layout pass merges a convolution with its padding and its bias (`may_fuse_with_consumer`), and the gradients
+  of a filter and of a bias that read the same gradient (tensorflow/core/common_runtime/mkl_layout_pass.cc);
 - constant folding moves a constant factor into the product that alone reads the scaled tensor (`may_move_constant`).
 
 Grappler's remapper fuses no contraction that has control edges (tensorflow/core/grappler/optimizers/remapper.cc). Its
