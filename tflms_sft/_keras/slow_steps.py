@@ -20,8 +20,8 @@ from tflms_sft._report.plan import Plan
 SLOW_STEP_RATIO = 2.0
 """Measured time, over the longest one that is accepted, above which a step is slow."""
 
-MIN_SECONDS = 0.2
-"""Time from which on a step may be slow; in short steps the time to start ops counts, which is not predicted."""
+MIN_SECONDS = 1.0
+"""Time from which on a step may be slow; a short step takes many times as long on a machine with other work to do."""
 
 NUM_CAUSES = 3
 """Ops that the line about a slow step names."""
