@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import tensorflow as tf
 
@@ -14,6 +14,13 @@ from rewriters.swapping.tiers import Tier
 __all__: list[str] = []
 
 
+class LoopFiles(Protocol):
+    """Files of the results of loops."""
+
+    def clear(self) -> None:
+        """Delete the files."""
+
+
 class StepImporter:
     """Imports a graph into the function being traced, any number of times.
 
@@ -21,14 +28,18 @@ class StepImporter:
         graph: The graph.
         concrete_fn: The function that it was read from; it holds the captured tensors.
         tier: Target of the graph's swaps, if it has any.
+        files: Files of the graph's loops, if it has any; they serve as long as this importer lives.
         sizes: Leading sizes of the arguments that the graph is for, by position, if there is an `other`.
         other: Importer of the step for all other batch sizes, if these may occur.
     """
 
-    def __init__(self, graph: Graph, concrete_fn: Any, tier: Tier | None = None) -> None:
+    def __init__(
+        self, graph: Graph, concrete_fn: Any, tier: Tier | None = None, files: LoopFiles | None = None
+    ) -> None:
         self.graph = graph
         self.concrete_fn = concrete_fn
         self.tier = tier
+        self.files = files
         self.sizes: Mapping[int, int] = {}
         self.other: StepImporter | None = None
         self._graph_def = graph.to_graph_def()
@@ -93,9 +104,12 @@ class StepImporter:
         return [mapping.get(name, result) for name, result in zip(names, imported, strict=False)]
 
     def abandon(self) -> None:
-        """Release everything that a failed step has left in the tiers."""
+        """Release everything that a failed step has left in tiers and files."""
         for tier in self.tiers:
             tier.clear()
+        for importer in (self, self.other):
+            if importer is not None and importer.files is not None:
+                importer.files.clear()
 
     def _is_for(self, arguments: Sequence[Any]) -> Any:
         """Return whether the graph is for arguments of these sizes."""

@@ -3,6 +3,8 @@
 A result lies in mapped pages of a file without a name. TensorFlow uses these pages without a copy, so that loops read
 and write regions of the file as they read and write regions of a tensor in memory. The operating system writes pages to
 the disk, and reads them again when an iteration needs them. After each iteration the process returns its pages.
+
+Steps use the files of earlier steps again, because pages of a new file take about 20 times as long to write.
 """
 
 from __future__ import annotations
@@ -34,6 +36,9 @@ MIN_FILE_BYTES = 2**20
 FILE_OP = "PyFunc"
 """Op that creates a file."""
 
+_CHUNK_BYTES = 2**20
+"""Bytes that are zeroed at a time."""
+
 _mapped = weakref.WeakSet[mmap.mmap]()
 _lock = threading.Lock()
 
@@ -52,6 +57,98 @@ def accumulator_dtype(dtype: tf.DType) -> tf.DType:
     return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
 
 
+class FilePool:
+    """Mapped files without a name in a directory. A file whose array has died serves again.
+
+    The operating system deletes a file when the pool and its array have died, or when the process ends.
+
+    Args:
+        directory: Directory of the files.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+        self._lock = threading.Lock()
+        self._free: list[mmap.mmap] = []
+        self._used: list[tuple[weakref.ref[np.ndarray], mmap.mmap]] = []
+
+    def array(self, shape: Sequence[int], dtype: np.dtype[Any], zero: bool) -> np.ndarray:
+        """Return an array in a file, of zeros or with any contents.
+
+        Raises:
+            SpillError: If the disk is full or fails.
+        """
+        size = math.prod(shape) * dtype.itemsize
+        pages = self._reused(size)
+        if pages is not None and zero:
+            _fill_with_zeros(pages, size)
+        pages = pages or self._created(size)
+        memory = np.frombuffer(pages, np.uint8, size)
+        with self._lock:
+            self._used.append((weakref.ref(memory), pages))
+        return memory.view(dtype).reshape(shape)
+
+    def clear(self) -> None:
+        """Delete all files; those with an array as soon as it dies."""
+        with self._lock:
+            self._free.clear()
+            self._used.clear()
+
+    def _reused(self, size: int) -> mmap.mmap | None:
+        """Return the smallest free file that is large enough. If there is none, delete the largest one."""
+        with self._lock:
+            # A finalizer on each array would be simpler, but an interrupt that arrives inside of one is lost.
+            self._free += [pages for memory, pages in self._used if memory() is None]
+            self._used = [(memory, pages) for memory, pages in self._used if memory() is not None]
+            self._free.sort(key=len)
+            fitting = next((place for place, pages in enumerate(self._free) if len(pages) >= size), None)
+            if fitting is not None:
+                return self._free.pop(fitting)
+            del self._free[-1:]
+            return None
+
+    def _created(self, size: int) -> mmap.mmap:
+        """Return a new file of zeros. If the disk is full, all free files make room for it."""
+        try:
+            try:
+                pages = _new_file(self.directory, size)
+            except OSError:
+                with self._lock:
+                    self._free.clear()
+                pages = _new_file(self.directory, size)
+        except OSError as error:
+            problem = write_problem(self.directory, "A tensor between tile loops", size, error)
+            remedy = "Pass another directory in `swap=LMSParams(spill_dir=...)`, or a larger budget."
+            raise SpillError(f"{problem} {remedy}") from None
+        with _lock:
+            _mapped.add(pages)
+        return pages
+
+
+def _new_file(directory: str, size: int) -> mmap.mmap:
+    """Return the pages of a new file of zeros.
+
+    The file is allocated first: a write to a mapped page of a full disk would end the process. Then it is written as a
+    whole: Linux holds many of its pages as one, and maps them at one page fault. Pages that page faults create have a
+    page fault each, in every iteration.
+    """
+    with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+        os.posix_fallocate(file.fileno(), 0, size)
+        zeros = bytes(_CHUNK_BYTES)
+        for begin in range(0, size, _CHUNK_BYTES):
+            os.pwrite(file.fileno(), zeros[: size - begin], begin)
+        return mmap.mmap(file.fileno(), size)
+
+
+def _fill_with_zeros(pages: mmap.mmap, size: int) -> None:
+    """Fill the beginning of a file with zeros; few of its pages are in memory at a time."""
+    zeros = bytes(_CHUNK_BYTES)
+    for begin in range(0, size, _CHUNK_BYTES):
+        end = min(begin + _CHUNK_BYTES, size)
+        pages[begin:end] = zeros[: end - begin]
+        pages.madvise(mmap.MADV_DONTNEED)
+
+
 @dataclasses.dataclass(frozen=True)
 class FileBuffers:
     """Rule that selects the results that lie in files.
@@ -63,6 +160,11 @@ class FileBuffers:
 
     directory: str
     batch: int
+
+    @functools.cached_property
+    def pool(self) -> FilePool:
+        """The files, shared with all other rules for this directory."""
+        return _pool(self.directory)
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether a tensor is large enough for a file."""
@@ -78,38 +180,26 @@ class FileBuffers:
         saved = (save.saved for save in tile_loop.saves)
         return {tensor for tensor in (*tile_loop.writes, *sums, *saved) if self.holds(tensor)}
 
-    def zeros(self, shape: Any, dtype: tf.DType) -> Any:
-        """Emit an op that creates a file of zeros, and return it as a tensor, which may be written to in place."""
-        return tf.numpy_function(_zeros_of(dtype), [self.directory, shape], dtype, stateful=True)
+    def buffer(self, shape: Any, dtype: tf.DType, zero: bool) -> Any:
+        """Emit an op that returns a file as a tensor, of zeros or with any contents; it may be written to in place."""
+        return tf.numpy_function(_array_of(dtype, zero), [self.directory, shape], dtype, stateful=True)
+
+
+_pools = weakref.WeakValueDictionary[str, FilePool]()
+
+
+def _pool(directory: str) -> FilePool:
+    """Return the pool of a directory."""
+    with _lock:
+        return _pools.setdefault(directory, FilePool(directory))
 
 
 @functools.cache  # TensorFlow refers to Python functions weakly.
-def _zeros_of(dtype: tf.DType) -> Any:
-    def zeros(directory: bytes, shape: np.ndarray) -> np.ndarray:
-        return _mapped_zeros(directory.decode(), shape.tolist(), np.dtype(dtype.as_numpy_dtype))
+def _array_of(dtype: tf.DType, zero: bool) -> Any:
+    def array(directory: bytes, shape: np.ndarray) -> np.ndarray:
+        return _pool(directory.decode()).array(shape.tolist(), np.dtype(dtype.as_numpy_dtype), zero)
 
-    return zeros
-
-
-def _mapped_zeros(directory: str, shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray:
-    """Return an array of zeros in a new file without a name, which the operating system deletes with the array.
-
-    Raises:
-        SpillError: If the disk is full or fails. The file is allocated first: a write to a mapped page of a full disk
-            would end the process.
-    """
-    size = math.prod(shape) * dtype.itemsize
-    try:
-        with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
-            os.posix_fallocate(file.fileno(), 0, size)
-            pages = mmap.mmap(file.fileno(), size)
-    except OSError as error:
-        problem = write_problem(directory, "A tensor between tile loops", size, error)
-        remedy = "Pass another directory in `swap=LMSParams(spill_dir=...)`, or a larger budget."
-        raise SpillError(f"{problem} {remedy}") from None
-    with _lock:
-        _mapped.add(pages)
-    return np.frombuffer(pages, np.uint8).view(dtype).reshape(shape)
+    return array
 
 
 def return_pages(after: Sequence[Any]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,11 +23,12 @@ from rewriters.emission.loop_tensors import (
     loop_input_tensors,
     loop_operand,
     loop_output_tensors,
+    real_number,
     repeated_number,
 )
 from rewriters.emission.output_selection import outputs_of
 from rewriters.emission.row_carries import CarriedState, finish_gradient_rows, joined, received
-from rewriters.emission.while_loop import emit_while_loop
+from rewriters.emission.while_loop import emit_while_loop, grouped
 from rewriters.errors import RewriteError
 from rewriters.ir import tf_internals
 from rewriters.ir.graph import Node, Tensor
@@ -130,7 +131,7 @@ class LoopEmitter:
         group_sizes = [len(group) for group in states]
 
         def iterate(index: Any, values: list[Any]) -> list[Any]:
-            groups = list(zip(outputs, _grouped(values, group_sizes), strict=True))
+            groups = list(zip(outputs, grouped(values, group_sizes), strict=True))
             carried = {output.tensor: group[0] for output, group in groups if isinstance(output, CarriedState)}
             iteration = IterationEmitter(self, index, carried)
             iteration.run()
@@ -140,7 +141,7 @@ class LoopEmitter:
 
         values = emit_while_loop(self.num_iterations, list(itertools.chain(*states)), iterate, self.tile_loop.order)
         results: dict[Tensor, Any] = {}
-        for output, group in zip(outputs, _grouped(values, group_sizes), strict=True):
+        for output, group in zip(outputs, grouped(values, group_sizes), strict=True):
             results.update(zip(output.tensors, output.final(group), strict=True))
         return [results[tensor] for tensor in loop_output_tensors(self.tile_loop)]
 
@@ -150,12 +151,6 @@ class LoopEmitter:
             return values
         with tf.control_dependencies([return_pages(values)]):
             return [tf.identity(values[0]), *values[1:]]
-
-
-def _grouped(values: Sequence[Any], sizes: Sequence[int]) -> Iterator[list[Any]]:
-    """Yield consecutive groups of the values."""
-    remaining = iter(values)
-    return (list(itertools.islice(remaining, size)) for size in sizes)
 
 
 class IterationEmitter:
@@ -229,19 +224,20 @@ class IterationEmitter:
         return reductions
 
     def _outer(self, tensor: Tensor, consumers: Iterable[Node]) -> Any:
-        """Return a loop-invariant tensor; summands are guarded by an op inside the loop.
+        """Return a loop-invariant tensor: a number as a constant of the iteration, a summand behind a guard.
 
-        TensorFlow's arithmetic optimizer rewrites a sum of two equal summands k, however deep in an expression, into
-        2 * k. It also adds a control edge from k to the factor 2. If k is a variable of the loop itself, the edge may
-        refer to its value after the last iteration. The factor then never runs, and the step returns empty tensors
-        without an error.
+        TensorFlow's arithmetic optimizer turns powers by a constant into products, as in the original step. It rewrites
+        a sum of two equal summands k, however deep in an expression, into 2 * k. It also adds a control edge from k to
+        the factor 2. If k is a variable of the loop itself, the edge may refer to its value after the last iteration.
+        The factor then never runs, and the step returns empty tensors without an error.
         """
-        value = self.loop.outer[tensor]
-        if not any(node.op in summation_order.SUMS or forwards_input_buffer(node) for node in consumers):
-            return value
-        if tensor not in self._guarded:
+        value, number = self.loop.outer[tensor], real_number(tensor)
+        is_summand = any(node.op in summation_order.SUMS or forwards_input_buffer(node) for node in consumers)
+        if number is not None and tensor not in self._guarded:
+            self._guarded[tensor] = tf.constant(number, tensor.dtype)
+        elif is_summand and tensor not in self._guarded:
             self._guarded[tensor] = tf.ensure_shape(value, value.shape, tensor.node.name)
-        return self._guarded[tensor]
+        return self._guarded.get(tensor, value) if is_summand or number is not None else value
 
     def _counted_once(self, tensor: Tensor, value: Any) -> Any:
         """Zero the slice of a gradient in a tile beyond the last row or the only image, which repeats another tile."""

@@ -135,7 +135,7 @@ def initial_state(loop: LoopContext, tensor: Tensor, dtype: tf.DType, zero: bool
     shape = stacked(dims) if dims else []
     with tf.device(tensor.node.device or None):
         if loop.files is not None and tensor in loop.in_files:
-            return LoopState(tf.ensure_shape(loop.files.zeros(shape, dtype), tensor.shape), tensor.shape)
+            return LoopState(tf.ensure_shape(loop.files.buffer(shape, dtype, zero), tensor.shape), tensor.shape)
         return LoopState(empty_buffer(shape, dtype, zero), tensor.shape)
 
 

@@ -6,9 +6,12 @@ images in files, and images that repeat a single number, as the gradient of a me
 
 from __future__ import annotations
 
+import numpy as np
+
 from rewriters.ir.graph import Tensor
 from rewriters.ir.op_traits import Trait, ops_with, traits_of
 from rewriters.ir.region_reads import is_region_read
+from rewriters.ir.static_values import constant
 from rewriters.tiling.segment import Segment
 from rewriters.tiling.tile_planner import TileLoop
 
@@ -36,6 +39,11 @@ def repeated_number(tensor: Tensor) -> Tensor | None:
         return None
     (value,) = (operand for position, operand in enumerate(node.inputs) if position != traits_of(node.op).shape_operand)
     return value if value.shape is not None and all(size == 1 for size in value.shape) else None
+
+
+def real_number(tensor: Tensor) -> np.ndarray | None:
+    """Return the value of a constant real number without axes; `None` for any other tensor."""
+    return constant(tensor.node) if tensor.shape == () and tensor.dtype.is_floating else None
 
 
 def loop_input_tensors(tile_loop: TileLoop, segment: Segment) -> list[Tensor]:

@@ -6,7 +6,8 @@ Its state is a list of variables, each with an initial value: buffers, sums, car
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -61,3 +62,9 @@ def emit_while_loop(
         parallel_iterations=1,
     )
     return list(result[1:])
+
+
+def grouped(values: Sequence[Any], sizes: Sequence[int]) -> Iterator[list[Any]]:
+    """Yield consecutive groups of the values."""
+    remaining = iter(values)
+    return (list(itertools.islice(remaining, size)) for size in sizes)

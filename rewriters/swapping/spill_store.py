@@ -7,7 +7,6 @@ import dataclasses
 import errno
 import itertools
 import math
-import mmap
 import os
 import shutil
 import tempfile
@@ -23,6 +22,12 @@ __all__: list[str] = []
 ARRAY_ALIGNMENT_BYTES = 64
 """Multiple at which TensorFlow uses the memory of an array without a copy."""
 
+_PAGE_BYTES = 4096
+"""Multiple at which records begin in a file that they share: no page of the page cache holds two of them."""
+
+_READ_BYTES = 2**20
+"""Bytes that are read at a time where the system cannot read into memory that is there."""
+
 _FULL_DISK = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
 
 
@@ -32,10 +37,10 @@ def reason_unsupported(page_cache: bool = True) -> str:
     Args:
         page_cache: As for `SpillStore`.
     """
-    if not hasattr(os, "pwrite") or not hasattr(mmap, "MAP_PRIVATE"):
-        return "it needs `os.pwrite` and private memory maps (Linux or macOS)"
-    if not page_cache and not all(hasattr(os, name) for name in ("fdatasync", "posix_fadvise", "preadv")):
-        return "`page_cache=False` needs `os.fdatasync`, `os.posix_fadvise` and `os.preadv` (Linux)"
+    if not all(hasattr(os, name) for name in ("pwrite", "pread")):
+        return "it needs `os.pwrite` and `os.pread` (Linux or macOS)"
+    if not page_cache and not all(hasattr(os, name) for name in ("fdatasync", "posix_fadvise")):
+        return "`page_cache=False` needs `os.fdatasync` and `os.posix_fadvise` (Linux)"
     return ""
 
 
@@ -75,10 +80,10 @@ class _Part:
     shape: tuple[int, ...]
     begin: int
 
-    def view(self, pages: mmap.mmap) -> np.ndarray:
-        """Return the array in the pages of its record."""
+    def view(self, record: np.ndarray) -> np.ndarray:
+        """Return the array in the bytes of its record."""
         count = math.prod(self.shape) * self.dtype.itemsize
-        return np.frombuffer(pages, np.uint8, count, self.begin).view(self.dtype).reshape(self.shape)
+        return record[self.begin : self.begin + count].view(self.dtype).reshape(self.shape)
 
 
 @dataclasses.dataclass
@@ -91,7 +96,7 @@ class _Spilled:
         num_bytes: Size of the record.
         parts: The arrays.
         reads: Number of reads to come.
-        pages: Mappings of the record that were returned as arrays.
+        copies: Memory into which the record was read, and which arrays may use.
     """
 
     file: IO[bytes]
@@ -99,12 +104,12 @@ class _Spilled:
     num_bytes: int
     parts: tuple[_Part, ...]
     reads: int
-    pages: list[weakref.ref[mmap.mmap]] = dataclasses.field(default_factory=list)
+    copies: list[weakref.ref[np.ndarray]] = dataclasses.field(default_factory=list)
 
     @property
     def in_use(self) -> int:
-        """Number of mappings of the record that are alive."""
-        return sum(pages() is not None for pages in self.pages)
+        """Number of copies of the record that are in memory."""
+        return sum(copy() is not None for copy in self.copies)
 
 
 class SpillStore:
@@ -187,7 +192,7 @@ class SpillStore:
             if self._shared.get(size):
                 return self._shared_file[0], self._shared[size].pop()
             begin = self._shared_end
-            self._shared_end += -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+            self._shared_end += -(-size // _PAGE_BYTES) * _PAGE_BYTES
             return self._shared_file[0], begin
 
     def _file(self, size: int) -> IO[bytes]:
@@ -206,8 +211,7 @@ class SpillStore:
     def read(self, number: Any) -> np.ndarray:
         """Return the array with a number; after its last read the file may be overwritten.
 
-        The array lies in memory pages of its own, which TensorFlow uses without a copy. It copies arrays that do not
-        begin at a multiple of 64 bytes.
+        TensorFlow uses the memory of the array, which begins at a multiple of 64 bytes, without a copy.
 
         Raises:
             SpillError: If the disk fails.
@@ -224,8 +228,11 @@ class SpillStore:
         if not held.num_bytes:
             held.reads -= 1
             return [np.zeros(part.shape, part.dtype) for part in held.parts]
+        memory, record = _aligned(held.num_bytes)
         try:
-            pages = self._pages(held.file.fileno(), held.begin or 0, held.num_bytes)
+            _read_all(held.file.fileno(), record.data, held.begin or 0)
+            if not self.page_cache:
+                os.posix_fadvise(held.file.fileno(), held.begin or 0, held.num_bytes, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             raise SpillError(
                 f"Swapping in from {self.directory!r} failed: {error}. Pass another directory as `spill_dir=`."
@@ -233,21 +240,8 @@ class SpillStore:
         with self._lock:
             self._record_peak()
             held.reads -= 1
-            held.pages.append(weakref.ref(pages))
-        return [part.view(pages) for part in held.parts]
-
-    def _pages(self, descriptor: int, begin: int, size: int) -> mmap.mmap:
-        """Return memory with the contents of a part of a file.
-
-        With the page cache these are the cache's own pages, copied on write. Without it the file is read into anonymous
-        memory.
-        """
-        if self.page_cache:
-            return mmap.mmap(descriptor, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE, offset=begin)
-        pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        _read_all(descriptor, memoryview(pages), begin)
-        os.posix_fadvise(descriptor, begin, size, os.POSIX_FADV_DONTNEED)
-        return pages
+            held.copies.append(weakref.ref(memory))
+        return [part.view(record) for part in held.parts]
 
     def _in_memory(self) -> int:
         return sum(held.num_bytes * held.in_use for held in self._held.values())
@@ -338,6 +332,17 @@ def _layout(arrays: Sequence[np.ndarray]) -> tuple[tuple[_Part, ...], int]:
     return tuple(parts), end
 
 
+def _aligned(size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return an array that owns memory, and `size` bytes of that memory.
+
+    The C library keeps freed memory for the next record. Pages of a mapping would cost a page fault each, and those of
+    a mapped file a copy, too, when TensorFlow writes into the array.
+    """
+    memory = np.empty(size + ARRAY_ALIGNMENT_BYTES, np.uint8)
+    begin = -memory.ctypes.data % ARRAY_ALIGNMENT_BYTES
+    return memory, memory[begin : begin + size]
+
+
 def _close_all(held: dict[int, _Spilled], free: dict[int, list[IO[bytes]]], shared: list[IO[bytes]]) -> None:
     for file in (*(record.file for record in held.values()), *itertools.chain(*free.values()), *shared):
         file.close()
@@ -355,7 +360,16 @@ def _write_all(descriptor: int, data: memoryview, begin: int) -> None:
 def _read_all(descriptor: int, into: memoryview, begin: int) -> None:
     done = 0
     while done < len(into):
-        count = os.preadv(descriptor, [into[done:]], begin + done)
+        count = _read(descriptor, into[done:], begin + done)
         if count == 0:
             raise OSError(errno.EIO, "the file is shorter than the swapped tensor")
         done += count
+
+
+def _read(descriptor: int, into: memoryview, begin: int) -> int:
+    """Read bytes into memory, and return their number, which may be less than the size of the memory."""
+    if hasattr(os, "preadv"):
+        return os.preadv(descriptor, [into], begin)
+    part = os.pread(descriptor, min(len(into), _READ_BYTES), begin)
+    into[: len(part)] = part
+    return len(part)

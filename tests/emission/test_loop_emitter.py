@@ -1,9 +1,11 @@
 """Ops in loop bodies: their order, and rows that a plan does not provide."""
 
+import keras
 import pytest
 from equivalence import Cut, find, keras_step, plan, rewrite, rewrite_as
 from nets import chain, conv
 
+import tflms_sft
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize import canonicalize
 from rewriters.emission import tile_pass
@@ -96,3 +98,20 @@ def test_loop_that_holds_too_few_rows_is_refused():
 
     with pytest.raises(RewriteError, match="fewer rows of `.*first.*` than an op in it reads, .* Please report it"):
         rewrite_as(keras_step(net, (12, 16), 2).concrete_fn, planned)
+
+
+def test_numbers_are_constants_of_the_iteration():
+    """TensorFlow then turns the cube into products, as in the original step."""
+
+    def cubed(x):
+        return keras.layers.Conv2D(4, 3)(keras.ops.power(conv(4)(x), 3.0))
+
+    step = keras_step(cubed, (16, 16))
+    rewritten = tflms_sft.rewrite(step.function, tflms_sft.SFTParams((2, 2)), *step.specs)
+    exponents = [
+        next((other.op for other in function.node_def if other.name == node.input[1].split(":")[0]), "argument")
+        for function in rewritten.concrete_function.graph.as_graph_def().library.function
+        for node in function.node_def
+        if node.op == "Pow" and "gradient" not in node.name
+    ]
+    assert exponents and set(exponents) == {"Const"}

@@ -8,10 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import types
-import weakref
 
 import keras
 import numpy as np
@@ -21,7 +19,7 @@ from equivalence import TOLERANCE, Step, error, keras_step, noise_step
 
 import tflms_sft
 from rewriters.emission import file_buffers
-from rewriters.emission.file_buffers import FileBuffers
+from rewriters.emission.file_buffers import FileBuffers, FilePool
 from rewriters.estimates.loop_memory import IterationModel
 from rewriters.estimates.op_cost import NOMINAL
 from tflms_sft._planner import budget_search
@@ -86,14 +84,14 @@ def double_precision():
 def in_files(monkeypatch, tmp_path):
     """Write all results of tile loops to files of a directory; return the shapes of these files."""
     shapes = []
-    mapped_zeros = file_buffers._mapped_zeros
+    array = FilePool.array
 
-    def recorded(directory, shape, dtype):
+    def recorded(pool, shape, dtype, zero):
         shapes.append(tuple(shape))
-        return mapped_zeros(directory, shape, dtype)
+        return array(pool, shape, dtype, zero)
 
     monkeypatch.setattr(file_buffers, "MIN_FILE_BYTES", 0)
-    monkeypatch.setattr(file_buffers, "_mapped_zeros", recorded)
+    monkeypatch.setattr(FilePool, "array", recorded)
     rewrite = importlib.import_module("tflms_sft._rewrite.rewrite")
     analyse_step = rewrite.analyse_step
 
@@ -130,13 +128,13 @@ def test_steps_with_results_in_files_equal_the_original(in_files, tmp_path, name
 
 def test_loop_of_one_tile_writes_its_results_to_files(in_files, tmp_path, monkeypatch):
     """The value of its only iteration must not take the place of the file."""
-    mapped_zeros, arrays = file_buffers._mapped_zeros, []
+    array, arrays = FilePool.array, []
 
     def recorded(*arguments):
-        arrays.append(mapped_zeros(*arguments))
+        arrays.append(array(*arguments))
         return arrays[-1]
 
-    monkeypatch.setattr(file_buffers, "_mapped_zeros", recorded)
+    monkeypatch.setattr(FilePool, "array", recorded)
     errors = errors_of(keras_step(residual, (20, 16)), tflms_sft.SFTParams((1, 1)))
     assert {name: value for name, value in errors.items() if not value <= TOLERANCE} == {}
     assert len(arrays) >= 8
@@ -158,13 +156,52 @@ def resident_file_bytes():
 
 
 def test_returned_pages_keep_their_contents(tmp_path):
-    array = file_buffers._mapped_zeros(str(tmp_path), (64, 2**17), np.dtype("float32"))
+    array = FilePool(str(tmp_path)).array((64, 2**17), np.dtype("float32"), False)
     before = resident_file_bytes()
     array[...] = 3
     assert resident_file_bytes() - before > array.nbytes / 2
     file_buffers._return_pages()
     assert resident_file_bytes() - before < array.nbytes / 2
     assert array.min() == array.max() == 3
+
+
+def test_file_of_an_array_that_died_serves_again(tmp_path, monkeypatch):
+    created, new_file = [], file_buffers._new_file
+
+    def recorded(directory, size):
+        created.append(size)
+        return new_file(directory, size)
+
+    monkeypatch.setattr(file_buffers, "_new_file", recorded)
+    pool, floats = FilePool(str(tmp_path)), np.dtype("float32")
+    array = pool.array((3, 2**18), floats, False)
+    other = pool.array((2**18,), floats, True)
+    array[...] = 3
+    del array
+    again = pool.array((2, 2**18), floats, True)  # The smallest that is large enough, not `other`.
+    assert created == [3 * 2**20, 2**20] and not again.any() and not other.any()
+    del again, other
+    largest = pool.array((4, 2**18), floats, True)  # It takes the place of the largest one that is free.
+    assert created[2:] == [4 * 2**20] and not largest.any()
+    assert len(pool.array((1,), floats, False)) == 1 and len(created) == 3
+    assert len(file_buffers._mapped) == 2
+
+
+def test_file_pool_deletes_free_files_where_the_disk_is_full(tmp_path, monkeypatch):
+    pool, allocate = FilePool(str(tmp_path)), os.posix_fallocate
+    pool.array((2**10,), np.dtype("uint8"), False)
+    two = [pool.array((2**10,), np.dtype("uint8"), False) for _ in range(2)]
+    two.clear()
+
+    def limited(file, begin, size):
+        if len(file_buffers._mapped) > 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        allocate(file, begin, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", limited)
+    held = pool.array((2**10,), np.dtype("uint8"), False)
+    assert len(pool.array((2**11,), np.dtype("uint8"), True)) == 2**11
+    del held
 
 
 def test_half_precision_equals_tiles_in_memory(in_files, tmp_path, monkeypatch):
@@ -189,10 +226,11 @@ def test_files_that_cannot_be_created_change_no_variable(in_files, tmp_path, mon
     allocate = os.posix_fallocate
     for number in range(1, num_files + 1):
         before, calls = [np.array(v) for v in step.variables], []
+        file_buffers._pool(str(tmp_path)).clear()
 
         def failing(*arguments, number=number, calls=calls):
             calls.append(arguments)
-            if len(calls) == number:
+            if len(calls) >= number:
                 raise OSError(errno.ENOSPC, "No space left on device")
             return allocate(*arguments)
 
@@ -232,31 +270,31 @@ def lies_in_files(plan, directory):
 
 
 def test_files_take_at_most_the_predicted_bytes(large_step, tmp_path, monkeypatch):
-    """Files are created when a loop begins, and deleted after the last loop that reads them."""
-    sizes, total, peak, lock = [], 0, 0, threading.Lock()
-    create = file_buffers._mapped_zeros
+    """A file serves again after the last loop that reads it, and in the next step."""
+    sizes, peaks, created = [], [], []
+    create, new_file = FilePool.array, file_buffers._new_file
 
-    def note(num_bytes):
-        nonlocal total, peak
-        with lock:
-            total += num_bytes
-            peak = max(peak, total)
+    def array(*arguments):
+        result = create(*arguments)
+        sizes.append(result.nbytes)
+        peaks.append(sum(map(len, list(file_buffers._mapped))))
+        return result
 
-    def zeros(directory, shape, dtype):
-        array = create(directory, shape, dtype)
-        sizes.append(array.nbytes)
-        note(array.nbytes)
-        pages = array
-        while isinstance(pages.base, np.ndarray):
-            pages = pages.base
-        weakref.finalize(pages, note, -array.nbytes)
-        return array
+    def counted(*arguments):
+        created.append(arguments)
+        return new_file(*arguments)
 
-    monkeypatch.setattr(file_buffers, "_mapped_zeros", zeros)
+    monkeypatch.setattr(FilePool, "array", array)
+    monkeypatch.setattr(file_buffers, "_new_file", counted)
     rewritten = with_budget(large_step, tmp_path)
-    rewritten(*map(tf.constant, large_step.batches[0]))
-    assert total == 0 < peak <= rewritten.plan.file_bytes < sum(sizes)
-    assert any(f"{len(sizes)} tensors between tile loops lie in files" in note for note in rewritten.plan.notes)
+    batch = [tf.constant(array) for array in large_step.batches[0]]
+    rewritten(*batch)
+    assert 0 < max(peaks) <= rewritten.plan.file_bytes < sum(sizes)
+    first = len(created)
+    rewritten(*batch)
+    assert first == len(created) < len(sizes) / 2
+    note = f"{len(sizes) // 2} tensors between tile loops lie in files"
+    assert any(note in line for line in rewritten.plan.notes)
 
 
 def test_budget_writes_results_to_files_where_tiles_in_memory_are_slower(large_step, tmp_path):
@@ -267,6 +305,7 @@ def test_budget_writes_results_to_files_where_tiles_in_memory_are_slower(large_s
     assert rewritten.plan.predicted.peak_bytes <= 0.9 * BUDGET
     want, got = large_step.run(large_step.concrete_fn), large_step.run(rewritten)
     assert max(error(got[name], want[name]) for name in want) < 1e-3  # Single precision.
+    del rewritten
     assert_no_files(tmp_path)
 
 
@@ -296,7 +335,7 @@ for filters in (4, 4, 4, 6):
 model = keras.Model(image, L.Dense(3)(L.GlobalAveragePooling2D()(x)))
 model.compile("sgd", "mse", jit_compile=False)
 swap = tflms_sft.LMSParams(tier="disk", spill_dir=sys.argv[1], min_bytes=0)
-params = tflms_sft.AutoParams(12_000_000, swap=swap)
+params = tflms_sft.AutoParams(12_000_000, swap=swap, max_slowdown=1e9)
 data = tf.zeros((2, 256, 192, 3)), tf.zeros((2, 3))
 model.optimizer.build(model.trainable_variables)
 step = tflms_sft.rewrite(tf.function(lambda x, y: model.train_step((x, y)), autograph=False), params, *data)

@@ -5,7 +5,7 @@ from children import printed
 from import_graph import FILES
 
 SYSTEMS = ("darwin", "win32")
-NO_DISK = "it needs `os.pwrite` and private memory maps (Linux or macOS)"
+NO_DISK = "it needs `os.pwrite` and `os.pread` (Linux or macOS)"
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def test_other_system_swaps_or_names_what_it_lacks(system):
     if name == "darwin":
         assert found["swaps"] is None
         kind, text = found["no page cache"]
-        assert kind == "SwapError" and "`os.posix_fadvise` and `os.preadv` (Linux). Use `page_cache=True`." in text
+        assert kind == "SwapError" and "`os.fdatasync` and `os.posix_fadvise` (Linux). Use `page_cache=True`." in text
         return
     for case in ("swaps", "no page cache"):
         kind, text = found[case]

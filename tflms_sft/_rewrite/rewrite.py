@@ -207,10 +207,11 @@ def _carry_out(traced: TracedStep, choice: BudgetPlan, budget: int | None) -> tu
         traced = dataclasses.replace(traced, files=choice.files)
     graph, plan = emit_and_describe(traced, choice.plans, choice.left, budget)
     plan = amend_plan(plan, choice.why, choice.advice)
+    files = None if choice.files is None else choice.files.pool
     if choice.swaps is None:
         if graph.same_size and not plan.changed:  # The original step runs batches that canonicalization excludes.
             graph = run_pass(RunUpdatesAfterReads(()), from_concrete_function(traced.concrete_fn)).graph
-        return StepImporter(graph, traced.concrete_fn), plan
+        return StepImporter(graph, traced.concrete_fn, files=files), plan
     swapped = apply_swaps(traced, graph, choice.swaps, choice.plans)
     # With a budget, predict for every state of the allocator, as the search did.
     limit = 0 if budget is None else None
@@ -229,7 +230,7 @@ def _carry_out(traced: TracedStep, choice: BudgetPlan, budget: int | None) -> tu
         swap_tier="host" if isinstance(swapped.tier, HostTier) else "disk",
         not_swapped=described_reasons(swapped.left, shown, graph),
     )
-    return StepImporter(swapped.graph, traced.concrete_fn, swapped.tier), plan
+    return StepImporter(swapped.graph, traced.concrete_fn, swapped.tier, files), plan
 
 
 def rewrite_concrete(
