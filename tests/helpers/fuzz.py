@@ -12,7 +12,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import functools
+import multiprocessing
 import os
 import random
 import sys
@@ -40,8 +40,8 @@ from rewriters.device.merged_kernels import cycle_of_merged
 from rewriters.ir.graph import from_concrete_function
 from tflms_sft import AutoParams, LMSParams, SegmentSpec, SFTParams
 
-SAY_EVERY = 50
-"""Cases after which a long run says how far it is."""
+PART = 25
+"""Cases that share a process."""
 
 REFUSALS = {
     tflms_sft.SegmentError: (
@@ -300,7 +300,6 @@ def run(
     seed: int | None,
     outcomes: collections.Counter[str],
     shrink: bool = True,
-    say: Callable[[str], None] = lambda _: None,
     check: Callable[..., str] = compare,
 ) -> None:
     """Run so many cases; the first that fails is made as short as can be, and printed.
@@ -310,7 +309,6 @@ def run(
         seed: Where they begin; the same every time if it is not given.
         outcomes: Is added to.
         shrink: Whether a case that fails is made shorter.
-        say: Is told from time to time how many have run.
         check: Looks at a case, in the place of `compare`, and returns what came out.
     """
     phases = [hypothesis.Phase.generate, *([hypothesis.Phase.shrink] if shrink else [])]
@@ -328,8 +326,6 @@ def run(
     @hypothesis.given(cases())
     def each(script: str) -> None:
         outcomes[execute(script, check)] += 1
-        if outcomes.total() % SAY_EVERY == 0:
-            say(f"{outcomes.total()} of {number}: {outcomes['exact']} exact")
 
     with warnings.catch_warnings():  # Layers that are drawn take their seeds from `random`.
         warnings.simplefilter("ignore", hypothesis.errors.HypothesisDeprecationWarning)
@@ -353,15 +349,27 @@ def execute(script: str, check: Callable[..., str] = compare) -> str:
 
 
 def main() -> int:
-    """The command line."""
+    """The command line; parts of the cases run in processes of their own, because TensorFlow keeps traced graphs."""
     number = int(sys.argv[1]) if len(sys.argv) > 1 else 100
     seed = int(sys.argv[2]) if len(sys.argv) > 2 else random.SystemRandom().randrange(2**32)
     print(f"{number} cases from seed {seed}", flush=True)
     outcomes: collections.Counter[str] = collections.Counter()
-    run(number, seed, outcomes, say=functools.partial(print, flush=True))
+    parts = [(min(PART, number - begin), seed + begin) for begin in range(0, number, PART)]
+    processes = min(len(parts), os.cpu_count() or 1)
+    with multiprocessing.get_context("spawn").Pool(processes, maxtasksperchild=1) as pool:
+        for found in pool.imap_unordered(_part, parts):
+            outcomes += found
+            print(f"{outcomes.total()} of {number}: {outcomes['exact']} exact", flush=True)
     for outcome, times in outcomes.most_common():
         print(f"{times:6} {outcome}")
     return 0
+
+
+def _part(part: tuple[int, int]) -> collections.Counter[str]:
+    """Run so many cases from a seed."""
+    outcomes: collections.Counter[str] = collections.Counter()
+    run(*part, outcomes)
+    return outcomes
 
 
 if __name__ == "__main__":
