@@ -376,6 +376,14 @@ def test_replanning_infeasible_raises_with_measured_excess(measured_peaks, is_us
     with pytest.raises(BudgetError, match=r"An earlier plan took 6\.[0-9]+ MiB more than predicted\.") as caught:
         net().fit(X, Y, batch_size=4, epochs=2, callbacks=[MemoryBudget(BUDGET)], **SETTINGS)
     assert ("more fragmented: train in a fresh process. More `headroom` does not help" in str(caught.value)) == is_used
+    measured_peaks[:] = [600 * 2**10]
+    callback = MemoryBudget(int(1.001 * caught.value.smallest_bytes))
+    net().fit(X, Y, batch_size=4, epochs=2, callbacks=[callback], **SETTINGS)
+    assert not callback.plan.changed, "the number is at most what the original step needs"
+    measured_peaks[:] = [7 * 2**20]
+    with pytest.raises(BudgetError) as caught:  # Now it is the original step that took more.
+        net().fit(X, Y, batch_size=4, epochs=2, callbacks=[callback], **SETTINGS)
+    assert caught.value.smallest_bytes > 6 * 2**20
 
 
 def test_budget_without_rewriting_prints_headline(capsys):

@@ -475,8 +475,11 @@ class LeastMemory:
 
 def _too_small(traced: TracedStep, params: AutoParams, search: TileSearch, least: LeastMemory) -> BudgetError:
     plan = least.smallest()
+    smallest = _smallest_budget(traced, params, plan.peak)
+    original = _smallest_budget(dataclasses.replace(traced, excess_bytes=0), params, traced.plain.peak)
+    if params.memory_budget < original < smallest:  # What a plan took more than predicted, the original step may not.
+        plan, smallest = traced.plain, original
     peak = plan.peak
-    smallest = _smallest_budget(traced, params, peak)
     corrected = ""
     if traced.excess_bytes > 0:
         corrected = f" An earlier plan took {format_bytes(traced.excess_bytes)} more than predicted."
