@@ -179,6 +179,9 @@ def test_example_with_too_small_budget_exits_with_1(cli):
     assert "error: --budget is too small for this step. Received: --budget 20 KiB" in err and "Traceback" not in err
     smallest = error["smallest_bytes"]
     assert cli(*arguments[:5], f"{smallest}B", "--max-slowdown", "1000")[0] == 0
+    code, _, err = cli(*arguments[:5], f"{smallest}B", "--max-slowdown", "1")
+    assert code == 1 and "Expected: at most --max-slowdown 1. Pass --budget " in err
+    assert "max_slowdown" not in err
 
 
 def test_interrupt_exits_with_130(cli, monkeypatch):

@@ -81,14 +81,24 @@ def _print_outcome(outcome: Outcome, as_json: bool) -> int:
     return outcome.code
 
 
+_OPTIONS_OF = {
+    "`memory_budget`": "--budget",
+    "memory_budget=": "--budget ",
+    "`headroom=": "`--headroom ",
+    "max_slowdown=": "--max-slowdown ",
+    "with `swap=True`": "without `--no-swap`",
+}
+"""Words of errors about arguments in Python, and those on the command line."""
+
+
 def _report_error(error: Exception, options: argparse.Namespace) -> int:
     """Print an error as one paragraph, and return the exit code."""
     if options.traceback:
         traceback.print_exception(error)
     is_expected = isinstance(error, (UsageError, RewriteError))
     text = str(error) if is_expected else f"{type(error).__name__}: {error}"
-    text = text.replace("`memory_budget`", "--budget").replace("memory_budget=", "--budget ")
-    text = text.replace("`headroom=", "`--headroom ").replace("with `swap=True`", "without `--no-swap`")
+    for argument, option in _OPTIONS_OF.items():
+        text = text.replace(argument, option)
     text = textwrap.shorten(text, _MAX_ERROR_CHARACTERS, placeholder=" ...")
     hint = "" if is_expected or options.traceback else " (--traceback shows where this was raised)"
     print(f"tflms-sft {options.command}: error: {text}{hint}", file=sys.stderr)
