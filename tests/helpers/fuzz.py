@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import random
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -55,7 +56,7 @@ REFUSALS = {
     tflms_sft.BudgetError: ("is too small for this step",),
     tflms_sft.SwapError: ("No tensor can be swapped",),
     # Without a convolution or a pool nothing tells how many axes there are.
-    ValueError: ("num_tiles` must be at most", "but the tiled tensor has"),
+    ValueError: ("num_tiles` must be at most", "but the tiled tensor has", "carries rows along the width"),
 }
 """What may be refused, and the words for it."""
 
@@ -356,19 +357,24 @@ def main() -> int:
     outcomes: collections.Counter[str] = collections.Counter()
     parts = [(min(PART, number - begin), seed + begin) for begin in range(0, number, PART)]
     processes = min(len(parts), os.cpu_count() or 1)
+    failures = 0
     with multiprocessing.get_context("spawn").Pool(processes, maxtasksperchild=1) as pool:
-        for found in pool.imap_unordered(_part, parts):
-            outcomes += found
-            print(f"{outcomes.total()} of {number}: {outcomes['exact']} exact", flush=True)
+        for part in [pool.apply_async(_part, part) for part in parts]:
+            try:
+                outcomes += part.get()
+            except Exception:
+                failures += 1
+                traceback.print_exc()
+            print(f"{outcomes.total()} of {number}: {outcomes['exact']} exact, {failures} failures", flush=True)
     for outcome, times in outcomes.most_common():
         print(f"{times:6} {outcome}")
-    return 0
+    return int(failures > 0)
 
 
-def _part(part: tuple[int, int]) -> collections.Counter[str]:
+def _part(number: int, seed: int) -> collections.Counter[str]:
     """Run so many cases from a seed."""
     outcomes: collections.Counter[str] = collections.Counter()
-    run(*part, outcomes)
+    run(number, seed, outcomes)
     return outcomes
 
 
