@@ -31,15 +31,20 @@ from rewriters.tiling.tile_planner import TileLoop
 __all__: list[str] = []
 
 MIN_FILE_BYTES = 2**20
-"""Smallest result that is worth a file: a file is created in each step."""
+"""Smallest result that is worth a file, which a call of Python returns in each step."""
 
 FILE_OP = "PyFunc"
-"""Op that creates a file."""
+"""Op that returns a file."""
 
 _CHUNK_BYTES = 2**20
-"""Bytes that are zeroed at a time."""
+"""Bytes that are written at a time."""
 
-_mapped = weakref.WeakSet[mmap.mmap]()
+POOL_SLACK = 1.25
+"""Bytes of all files of a pool over the most that were in use together. Sizes that a step no longer uses exceed it."""
+
+_mapped = weakref.WeakKeyDictionary[mmap.mmap, int]()
+"""Descriptors of all files by their pages."""
+
 _lock = threading.Lock()
 
 
@@ -71,6 +76,7 @@ class FilePool:
         self._lock = threading.Lock()
         self._free: list[mmap.mmap] = []
         self._used: list[tuple[weakref.ref[np.ndarray], mmap.mmap]] = []
+        self._peak_bytes = 0
 
     def array(self, shape: Sequence[int], dtype: np.dtype[Any], zero: bool) -> np.ndarray:
         """Return an array in a file, of zeros or with any contents.
@@ -80,10 +86,11 @@ class FilePool:
         """
         size = math.prod(shape) * dtype.itemsize
         pages = self._reused(size)
-        if pages is not None and zero:
-            _fill_with_zeros(pages, size)
-        pages = pages or self._created(size)
-        memory = np.frombuffer(pages, np.uint8, size)
+        if pages is None:
+            pages = self._created(size)
+        elif zero:
+            _write_zeros(_mapped[pages], size)
+        memory = np.frombuffer(pages, np.uint8)
         with self._lock:
             self._used.append((weakref.ref(memory), pages))
         return memory.view(dtype).reshape(shape)
@@ -95,16 +102,24 @@ class FilePool:
             self._used.clear()
 
     def _reused(self, size: int) -> mmap.mmap | None:
-        """Return the smallest free file that is large enough. If there is none, delete the largest one."""
+        """Return a free file of this size. If there is none, delete those that have been free longest for a new one."""
         with self._lock:
-            # A finalizer on each array would be simpler, but an interrupt that arrives inside of one is lost.
-            self._free += [pages for memory, pages in self._used if memory() is None]
-            self._used = [(memory, pages) for memory, pages in self._used if memory() is not None]
-            self._free.sort(key=len)
-            fitting = next((place for place, pages in enumerate(self._free) if len(pages) >= size), None)
-            if fitting is not None:
-                return self._free.pop(fitting)
-            del self._free[-1:]
+            used = []
+            for memory, pages in self._used:
+                # A finalizer on each array would be simpler, but an interrupt that arrives inside of one is lost.
+                if memory() is None:
+                    self._free.append(pages)
+                else:
+                    used.append((memory, pages))
+            self._used = used
+            in_use = size + sum(len(pages) for _, pages in used)
+            self._peak_bytes = max(self._peak_bytes, in_use)
+            for pages in reversed(self._free):
+                if len(pages) == size:
+                    self._free.remove(pages)
+                    return pages
+            while self._free and in_use + sum(map(len, self._free)) > POOL_SLACK * self._peak_bytes:
+                del self._free[0]
             return None
 
     def _created(self, size: int) -> mmap.mmap:
@@ -120,8 +135,6 @@ class FilePool:
             problem = write_problem(self.directory, "A tensor between tile loops", size, error)
             remedy = "Pass another directory in `swap=LMSParams(spill_dir=...)`, or a larger budget."
             raise SpillError(f"{problem} {remedy}") from None
-        with _lock:
-            _mapped.add(pages)
         return pages
 
 
@@ -129,24 +142,24 @@ def _new_file(directory: str, size: int) -> mmap.mmap:
     """Return the pages of a new file of zeros.
 
     The file is allocated first: a write to a mapped page of a full disk would end the process. Then it is written as a
-    whole: Linux holds many of its pages as one, and maps them at one page fault. Pages that page faults create have a
-    page fault each, in every iteration.
+    whole, because Linux then maps many of its pages at one page fault. If mapped writes created the pages, each
+    iteration would have a page fault for each of them.
     """
     with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
         os.posix_fallocate(file.fileno(), 0, size)
-        zeros = bytes(_CHUNK_BYTES)
-        for begin in range(0, size, _CHUNK_BYTES):
-            os.pwrite(file.fileno(), zeros[: size - begin], begin)
-        return mmap.mmap(file.fileno(), size)
+        _write_zeros(file.fileno(), size)
+        pages, descriptor = mmap.mmap(file.fileno(), size), os.dup(file.fileno())
+    weakref.finalize(pages, os.close, descriptor)
+    with _lock:
+        _mapped[pages] = descriptor
+    return pages
 
 
-def _fill_with_zeros(pages: mmap.mmap, size: int) -> None:
-    """Fill the beginning of a file with zeros; few of its pages are in memory at a time."""
+def _write_zeros(descriptor: int, size: int) -> None:
+    """Fill a file with zeros. Writes through its pages would read the old contents from the disk."""
     zeros = bytes(_CHUNK_BYTES)
     for begin in range(0, size, _CHUNK_BYTES):
-        end = min(begin + _CHUNK_BYTES, size)
-        pages[begin:end] = zeros[: end - begin]
-        pages.madvise(mmap.MADV_DONTNEED)
+        os.pwrite(descriptor, zeros[: size - begin], begin)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -178,7 +178,7 @@ class IterationEmitter:
         # Emitted ops by their arguments, so that equal ones are emitted once.
         self._lookups: dict[tuple[int, bytes], Any] = {}
         self._fits: dict[Any, Any] = {}
-        self._guarded: dict[Tensor, Any] = {}
+        self._invariants: dict[Tensor, Any] = {}
         self._consumers: dict[Tensor, list[Node]] = {}
         for node in self.tile_loop.body:
             for tensor in node.inputs:
@@ -233,11 +233,13 @@ class IterationEmitter:
         """
         value, number = self.loop.outer[tensor], real_number(tensor)
         is_summand = any(node.op in summation_order.SUMS or forwards_input_buffer(node) for node in consumers)
-        if number is not None and tensor not in self._guarded:
-            self._guarded[tensor] = tf.constant(number, tensor.dtype)
-        elif is_summand and tensor not in self._guarded:
-            self._guarded[tensor] = tf.ensure_shape(value, value.shape, tensor.node.name)
-        return self._guarded.get(tensor, value) if is_summand or number is not None else value
+        if number is None and not is_summand:
+            return value
+        if tensor not in self._invariants:
+            if number is None:
+                value = tf.ensure_shape(value, value.shape, tensor.node.name)
+            self._invariants[tensor] = value if number is None else tf.constant(number, tensor.dtype)
+        return self._invariants[tensor]
 
     def _counted_once(self, tensor: Tensor, value: Any) -> Any:
         """Zero the slice of a gradient in a tile beyond the last row or the only image, which repeats another tile."""

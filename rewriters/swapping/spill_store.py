@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import itertools
 import math
+import mmap
 import os
 import shutil
 import tempfile
@@ -21,9 +22,6 @@ __all__: list[str] = []
 
 ARRAY_ALIGNMENT_BYTES = 64
 """Multiple at which TensorFlow uses the memory of an array without a copy."""
-
-_PAGE_BYTES = 4096
-"""Multiple at which records begin in a file that they share: no page of the page cache holds two of them."""
 
 _READ_BYTES = 2**20
 """Bytes that are read at a time where the system cannot read into memory that is there."""
@@ -96,7 +94,6 @@ class _Spilled:
         num_bytes: Size of the record.
         parts: The arrays.
         reads: Number of reads to come.
-        copies: Memory into which the record was read, and which arrays may use.
     """
 
     file: IO[bytes]
@@ -104,12 +101,6 @@ class _Spilled:
     num_bytes: int
     parts: tuple[_Part, ...]
     reads: int
-    copies: list[weakref.ref[np.ndarray]] = dataclasses.field(default_factory=list)
-
-    @property
-    def in_use(self) -> int:
-        """Number of copies of the record that are in memory."""
-        return sum(copy() is not None for copy in self.copies)
 
 
 class SpillStore:
@@ -133,6 +124,7 @@ class SpillStore:
         self._shared: dict[int, list[int]] = {}
         self._shared_file: list[IO[bytes]] = []
         self._shared_end = 0
+        self._copies: list[tuple[weakref.ref[np.ndarray], int]] = []
         weakref.finalize(self, _close_all, self._held, self._free, self._shared_file)
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
@@ -185,21 +177,19 @@ class SpillStore:
         """Return the shared file, and a position in it that no record uses."""
         with self._lock:
             self._record_peak()
-            self._collect()
             if not self._shared_file:
                 self._shared_file.append(tempfile.TemporaryFile(dir=self.directory, buffering=0))
                 self._shared_end = 0
             if self._shared.get(size):
                 return self._shared_file[0], self._shared[size].pop()
             begin = self._shared_end
-            self._shared_end += -(-size // _PAGE_BYTES) * _PAGE_BYTES
+            self._shared_end += -(-size // mmap.PAGESIZE) * mmap.PAGESIZE  # No page of two records.
             return self._shared_file[0], begin
 
     def _file(self, size: int) -> IO[bytes]:
-        """Return a file whose array is no longer read, preferably of the given size, or else a new file."""
+        """Return a file whose array has been read, preferably of the given size, or else a new file."""
         with self._lock:
             self._record_peak()
-            self._collect()
             # A file of another size is better than none: batches of many sizes would leave files of each size.
             free = next((files for files in (self._free.get(size), *self._free.values()) if files), None)
             if free:
@@ -224,10 +214,8 @@ class SpillStore:
         Raises:
             SpillError: If the disk fails.
         """
-        held = self._held[int(number)]
-        if not held.num_bytes:
-            held.reads -= 1
-            return [np.zeros(part.shape, part.dtype) for part in held.parts]
+        number = int(number)
+        held = self._held[number]
         memory, record = _aligned(held.num_bytes)
         try:
             _read_all(held.file.fileno(), record.data, held.begin or 0)
@@ -239,26 +227,20 @@ class SpillStore:
             ) from None
         with self._lock:
             self._record_peak()
+            self._copies.append((weakref.ref(memory), held.num_bytes))
             held.reads -= 1
-            held.copies.append(weakref.ref(memory))
+            if not held.reads:
+                self._free_record(number, held)
         return [part.view(record) for part in held.parts]
 
-    def _in_memory(self) -> int:
-        return sum(held.num_bytes * held.in_use for held in self._held.values())
-
-    def _collect(self) -> None:
-        """Free the files that will not be read again and whose pages no array uses.
-
-        The method polls. A finalizer on each array would be simpler, but an interrupt that arrives inside of a
-        finalizer is lost.
-        """
-        for number, held in list(self._held.items()):
-            if held.reads == 0 and not held.in_use:
-                del self._held[number]
-                if held.begin is None:
-                    self._free.setdefault(held.num_bytes, []).append(held.file)
-                else:
-                    self._shared.setdefault(held.num_bytes, []).append(held.begin)
+    def _free_record(self, number: int, held: _Spilled) -> None:
+        """Let other records take the place of one that has been read."""
+        if self._held.pop(number, None) is None:  # `clear` has closed the file.
+            return
+        if held.begin is None:
+            self._free.setdefault(held.num_bytes, []).append(held.file)
+        else:
+            self._shared.setdefault(held.num_bytes, []).append(held.begin)
 
     def record_peak(self) -> None:
         """Record how many bytes are in memory, before some of them are freed."""
@@ -267,7 +249,8 @@ class SpillStore:
 
     def _record_peak(self) -> None:
         """Record how many bytes are in memory; the caller holds the lock and is about to change that number."""
-        self._peak = max(self._peak, self._in_memory() + self._allocated())
+        self._copies = [(memory, size) for memory, size in self._copies if memory() is not None]
+        self._peak = max(self._peak, sum(size for _, size in self._copies) + self._allocated())
 
     def reset_peak(self, allocated: Callable[[], int] | None = None) -> None:
         """Start a new measurement of `peak_bytes`.
@@ -335,8 +318,8 @@ def _layout(arrays: Sequence[np.ndarray]) -> tuple[tuple[_Part, ...], int]:
 def _aligned(size: int) -> tuple[np.ndarray, np.ndarray]:
     """Return an array that owns memory, and `size` bytes of that memory.
 
-    The C library keeps freed memory for the next record. Pages of a mapping would cost a page fault each, and those of
-    a mapped file a copy, too, when TensorFlow writes into the array.
+    The C library keeps freed memory for the next record, up to 32 MiB, and NumPy asks for large pages above. Small
+    pages of a mapping would cost a page fault each, and those of a mapped file a copy where TensorFlow writes to them.
     """
     memory = np.empty(size + ARRAY_ALIGNMENT_BYTES, np.uint8)
     begin = -memory.ctypes.data % ARRAY_ALIGNMENT_BYTES

@@ -268,7 +268,7 @@ class DiskTier:
         self.store.reset_peak(allocated)
 
     def peak_bytes(self) -> int:
-        """Return the peak of the store: arrays that were read lie in pages that no allocator counts."""
+        """Return the peak of the store: arrays that were read lie in memory that no allocator of TensorFlow counts."""
         return self.store.peak_bytes()
 
     def _spliced(

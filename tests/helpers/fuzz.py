@@ -10,13 +10,14 @@ is what is printed if it fails.
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
-import multiprocessing
+import json
 import os
 import random
+import subprocess
 import sys
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -355,27 +356,29 @@ def main() -> int:
     seed = int(sys.argv[2]) if len(sys.argv) > 2 else random.SystemRandom().randrange(2**32)
     print(f"{number} cases from seed {seed}", flush=True)
     outcomes: collections.Counter[str] = collections.Counter()
-    parts = [(min(PART, number - begin), seed + begin) for begin in range(0, number, PART)]
-    processes = min(len(parts), os.cpu_count() or 1)
-    failures = 0
-    with multiprocessing.get_context("spawn").Pool(processes, maxtasksperchild=1) as pool:
-        for part in [pool.apply_async(_part, part) for part in parts]:
-            try:
-                outcomes += part.get()
-            except Exception:
+    if number <= PART:
+        run(number, seed, outcomes)
+        print(json.dumps(outcomes))
+        return 0
+    parts, failures = [(min(PART, number - begin), seed + begin) for begin in range(0, number, PART)], 0
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        for part in concurrent.futures.as_completed([pool.submit(_in_process, *part) for part in parts]):
+            child = part.result()
+            if child.returncode == 0:
+                outcomes.update(json.loads(child.stdout.splitlines()[-1]))
+            else:
                 failures += 1
-                traceback.print_exc()
+                print(child.stdout, child.stderr, f"# exit status {child.returncode}", sep="\n")
             print(f"{outcomes.total()} of {number}: {outcomes['exact']} exact, {failures} failures", flush=True)
     for outcome, times in outcomes.most_common():
         print(f"{times:6} {outcome}")
     return int(failures > 0)
 
 
-def _part(number: int, seed: int) -> collections.Counter[str]:
-    """Run so many cases from a seed."""
-    outcomes: collections.Counter[str] = collections.Counter()
-    run(number, seed, outcomes)
-    return outcomes
+def _in_process(number: int, seed: int) -> subprocess.CompletedProcess[str]:
+    """Run so many cases from a seed in a process of their own."""
+    command = [sys.executable, __file__, str(number), str(seed)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 if __name__ == "__main__":

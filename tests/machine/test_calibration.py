@@ -212,6 +212,8 @@ def test_measured_rates_are_plausible(monkeypatch):
     assert {"", "Conv2D", "Conv2DBackpropInput", "Conv2DBackpropFilter", "Conv3D"} <= set(rates.flops)
     assert all(1e7 < rate < 1e16 for rate in (*rates.flops.values(), *rates.touched.values(), rates.weights))
     assert all(1e5 < rate for rate in (rates.disk_write, rates.disk_read, rates.copied))
+    assert rates.kernel_call.keys() > {"Conv2D", "Conv2DBackpropFilter", "Conv3DBackpropInputV2"}
+    assert all(0 <= seconds < 0.1 for seconds in rates.kernel_call.values())
     assert 1 <= rates.long_row_slowdown < 100 and rates.long_row_bytes >= 2**14
     assert rates.flops["Conv2D"] > rates.flops["DepthwiseConv2dNative"], "which does little with what it reads"
 

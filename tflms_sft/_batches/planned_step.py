@@ -231,7 +231,7 @@ class PlannedStep:
         self.is_open = self.is_measured = self.has_peeked = False
 
     def abandon(self) -> None:
-        """Release everything that a failed step has left in the swap tiers."""
+        """Release everything that a failed step has left in swap tiers and files."""
         for importer, _ in self.importers.values():
             importer.abandon()
 

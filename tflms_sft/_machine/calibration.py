@@ -34,7 +34,7 @@ from tflms_sft._util.files import write_json
 VARIABLE = "TFLMS_SFT_RATES"
 """Environment variable: `nominal`, or a file of rates to read, and to write if there is none."""
 
-VERSION = 9
+VERSION = 10
 """Version of the file format. Files of other versions are replaced."""
 
 MEASURING_TIMEOUT_SECONDS = 120

@@ -70,13 +70,15 @@ def measured_rates() -> MachineRates:
         fresh = _fresh()
         flops, unfolded, weights = _arithmetic(touched, fresh)
         write, read = _disk()
+        call = _call()
         return MachineRates(
             flops=flops,
             touched=touched,
             weights=weights,
             unfolded=unfolded,
             first_touch=fresh,
-            call=_call(),
+            call=call,
+            kernel_call={} if _is_accelerator() else _kernel_calls(flops, call),
             host_call=_host_call(),
             copied=_host() if _is_accelerator() else min(_cache(), touched[""]),
             overlapped=_is_accelerator(),
@@ -439,6 +441,39 @@ def _fresh() -> float:
 def _call() -> float:
     """Return the seconds to start an op of a graph, measured on a chain of small ops."""
     return _seconds_of_link(lambda x: tf.raw_ops.Softsign(features=x), tf.ones(16))
+
+
+def _kernel_calls(flops: dict[str, float], call: float) -> dict[str, float]:
+    """Return the seconds to start a convolution and its gradients, measured on chains of small ones.
+
+    Args:
+        flops: Rates of arithmetic by op.
+        call: Seconds to start any op; a link starts a reshape, too.
+    """
+    raw, image, sizes = tf.raw_ops, (1, 12, 12, 16), (3, 3, 16, 16)
+    x, filters = tf.random.uniform(image), 0.01 * tf.random.uniform(sizes)
+    assert math.prod(image) == math.prod(sizes), "the gradient of a filter is the next image"
+    options: dict[str, Any] = {"strides": [1, 1, 1, 1], "padding": "SAME"}
+    links: dict[str, Callable[[Any], Any]] = {
+        "Conv2D": lambda x: raw.Conv2D(input=x, filter=filters, **options),
+        "Conv2DBackpropInput": lambda y: raw.Conv2DBackpropInput(
+            input_sizes=image, filter=filters, out_backprop=y, **options
+        ),
+        "Conv2DBackpropFilter": lambda y: raw.Conv2DBackpropFilter(
+            input=x, filter_sizes=sizes, out_backprop=y, **options
+        ),
+    }
+    arithmetic, calls = 2.0 * math.prod(image) * math.prod(sizes[:2]) * sizes[-1], dict[str, float]()
+    for op, link in links.items():
+        seconds = _seconds_of_link(functools.partial(_reshaped, link, image), x)
+        seconds -= 2 * call + arithmetic / flops[op]
+        for name in (op, op.replace("Conv2D", "Conv3D") + ("V2" if "Backprop" in op else "")):
+            calls[name] = max(seconds, 0.0)
+    return calls
+
+
+def _reshaped(link: Callable[[Any], Any], shape: tuple[int, ...], x: Any) -> Any:
+    return tf.reshape(link(x), shape)
 
 
 def _host_call() -> float:

@@ -474,18 +474,18 @@ class LeastMemory:
 
 
 def _too_small(traced: TracedStep, params: AutoParams, search: TileSearch, least: LeastMemory) -> BudgetError:
-    plan = least.smallest()
+    plan, who = least.smallest(), "The smallest plan found"
     smallest = _smallest_budget(traced, params, plan.peak)
-    original = _smallest_budget(dataclasses.replace(traced, excess_bytes=0), params, traced.plain.peak)
-    if params.memory_budget < original < smallest:  # What a plan took more than predicted, the original step may not.
-        plan, smallest = traced.plain, original
-    peak = plan.peak
     corrected = ""
     if traced.excess_bytes > 0:
         corrected = f" An earlier plan took {format_bytes(traced.excess_bytes)} more than predicted."
         budget, is_used = int(params.memory_budget), traced.in_used_process
-        corrected += f" {excess_remedy(traced.excess_bytes, budget, peak.peak_bytes, is_used=is_used)}".rstrip()
-    parts, name = takes_most(traced, plan.plans, peak)
+        remedy = excess_remedy(traced.excess_bytes, budget, plan.peak.peak_bytes, is_used=is_used)
+        corrected += f" {remedy}".rstrip()
+    original = _smallest_budget(dataclasses.replace(traced, excess_bytes=0), params, traced.plain.peak)
+    if params.memory_budget < original < smallest:  # What a plan took more than predicted, the original step may not.
+        plan, smallest, who = traced.plain, original, "The original step"
+    parts, name = takes_most(traced, plan.plans, plan.peak)
     limited = ""
     if params.memory_budget == device_memory_limit(traced.devices):
         limited = f", all that TensorFlow allocates on {device_names(traced.devices)}"
@@ -493,7 +493,7 @@ def _too_small(traced: TracedStep, params: AutoParams, search: TileSearch, least
     untiled = f" Not tiled: {shortened(layers, MAX_NAMES, '; ')}." if layers else ""
     error = BudgetError(
         "`memory_budget` is too small for this step. Received: memory_budget="
-        f"{format_bytes(params.memory_budget)} ({params.memory_budget} bytes{limited}). The smallest plan found needs "
+        f"{format_bytes(params.memory_budget)} ({params.memory_budget} bytes{limited}). {who} needs "
         f"{format_bytes(smallest)} ({smallest} bytes, headroom of {params.headroom:.0%} included), of which {parts} "
         f"and variables are {format_bytes(traced.fixed_bytes)}.{untiled}{corrected} "
         f"{_remedy(traced, params, search, smallest, plan)}"

@@ -207,7 +207,7 @@ def _carry_out(traced: TracedStep, choice: BudgetPlan, budget: int | None) -> tu
         traced = dataclasses.replace(traced, files=choice.files)
     graph, plan = emit_and_describe(traced, choice.plans, choice.left, budget)
     plan = amend_plan(plan, choice.why, choice.advice)
-    files = None if choice.files is None else choice.files.pool
+    files = None if traced.files is None else traced.files.pool
     if choice.swaps is None:
         if graph.same_size and not plan.changed:  # The original step runs batches that canonicalization excludes.
             graph = run_pass(RunUpdatesAfterReads(()), from_concrete_function(traced.concrete_fn)).graph
