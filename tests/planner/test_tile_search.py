@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import itertools
 import math
+import types
 
 import conftest
 import keras
@@ -25,12 +26,12 @@ from rewriters.tiling.ft_segments import find_components
 from rewriters.tiling.tile_planner import Grid, Halo, TileLoop
 from tflms_sft import AutoParams
 from tflms_sft._planner import tile_grids
-from tflms_sft._planner.barrier_search import Barriers
+from tflms_sft._planner.barrier_search import MAX_FAILURES, Barriers, BarrierSearch
 from tflms_sft._planner.block_search import fastest_path
 from tflms_sft._planner.inference_blocks import InferenceBlocks, LiveTensors
 from tflms_sft._planner.segment_tilings import LoopEstimates, _checkpoint_candidates
 from tflms_sft._planner.tile_grids import auto_grids, coarsest_fitting, loop_grids, thinned
-from tflms_sft._planner.tile_search import TrainingSearch
+from tflms_sft._planner.tile_search import Candidate, TrainingSearch
 from tflms_sft._planner.traced_step import MAX_SKELETONS, analyse_step, predict
 from tflms_sft._planner.training_blocks import TrainingBlocks, backward_positions
 
@@ -256,6 +257,31 @@ def test_smallest_budget_is_below_original_peak_and_met(size, batch, depth):
     with pytest.raises(tflms_sft.BudgetError) as caught:
         tflms_sft.rewrite(step, AutoParams(int(0.9 * smallest)), images)
     assert 0.9 * smallest < caught.value.smallest_bytes <= smallest
+
+
+class OneSet:
+    """A set of checkpoints and its plan, as far as the search for the smallest one reads them."""
+
+    def __init__(self, bound_bytes, peak_bytes):
+        self.bound_bytes = self.least_bytes = bound_bytes
+        self.smallest = Candidate([], types.SimpleNamespace(peak_bytes=peak_bytes), 1.0)
+
+    def fits(self, limit):
+        if self.least_bytes <= limit:
+            self.least_bytes = self.smallest.peak.peak_bytes
+        return self.least_bytes <= limit
+
+
+def test_smallest_plan_with_barriers_is_equal_after_any_search(monkeypatch):
+    """An error names its peak, and the search within that budget has to find it again."""
+    monkeypatch.setattr(BarrierSearch, "_plan", lambda self, one: one)
+    traced = analyse_step(keras_step(chain, (24, 20), 2, steps=1).concrete_fn)
+    for searched in (False, True):
+        sets = [OneSet(10, 900), *[OneSet(20 + number, 800) for number in range(MAX_FAILURES + 1)], OneSet(19, 700)]
+        if searched:
+            sets[-1].fits(600)
+        barriers = types.SimpleNamespace(families=[sets], left=[])
+        assert BarrierSearch(traced, barriers).smallest is sets[-1].smallest
 
 
 def test_predict_with_cached_skeleton_equals_fresh_one():

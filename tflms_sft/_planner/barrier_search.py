@@ -223,9 +223,14 @@ class CheckpointPlan:
         self._smallest: Candidate | None = None
 
     @functools.cached_property
+    def bound_bytes(self) -> int:
+        """Lower bound of the peak of the step with small iterations."""
+        return least_peak(self._traced, [self._small_plan])
+
+    @functools.cached_property
     def least_bytes(self) -> int:
         """Peak of the step with small iterations; a lower bound of it until `fits` has modelled the whole step."""
-        return least_peak(self._traced, [self._small_plan])
+        return self.bound_bytes
 
     def may_fit_with_swaps(self, limit: int) -> bool:
         """Return whether each loop alone, in its finest grid or with small iterations, stays within `limit` bytes."""
@@ -446,10 +451,10 @@ class BarrierSearch:
 
     @functools.cached_property
     def smallest(self) -> Candidate:
-        """Plan with the lowest peak found; sets with the lowest bounds are tried first."""
+        """Plan with the lowest peak found, equal after any search; sets with the lowest bounds are tried first."""
         best, failures = self._traced.plain, 0
         plans = [self._plan(checkpoints) for family in self._barriers.families for checkpoints in family]
-        for plan in sorted(plans, key=lambda plan: plan.least_bytes):
+        for plan in sorted(plans, key=lambda plan: plan.bound_bytes):
             if plan.fits(best.peak.peak_bytes - 1):
                 best, failures = plan.smallest, 0
             else:
