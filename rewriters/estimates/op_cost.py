@@ -85,7 +85,7 @@ class MachineRates:
         first_touch_min_bytes: Bytes from which on a result is in newly mapped memory.
         call: Seconds to start an op.
         kernel_call: Further seconds to start an op that counts arithmetic, by op type; 0 for all others. A kernel on a
-            CPU prepares its weights and its threads.
+            CPU prepares its weights and its threads. Types that oneDNN does not compute have simpler kernels.
         host_call: Seconds to run an op on a few integers in host memory, such as the place of a tile.
         copied: Bytes swapped to host memory, or to the page cache of a disk, or back.
         overlapped: Whether the device computes while the host starts ops and while tensors are swapped.
@@ -328,7 +328,8 @@ class CostModel:
             return seconds + work.other_bytes / _rate(rates.touched, node.kernel) + first_touch
         slowdown = self._row_slowdown(work) * (rates.float64_slowdown if node.outputs[0][0].name == "float64" else 1.0)
         seconds += slowdown * fraction * work.flops / _rate(rates.flops, node.kernel) + work.other_bytes / rates.weights
-        seconds += rates.kernel_call.get(node.kernel, 0.0)
+        if properties.unfolds_convolutions() or properties.onednn_computes(node.outputs[0][0]):
+            seconds += rates.kernel_call.get(node.kernel, 0.0)
         if work.call is not None:
             seconds += self._windows(node, work.call)
         return seconds + first_touch

@@ -114,7 +114,7 @@ def test_cost_includes_seconds_per_call():
     assert slow - plain == pytest.approx(1e-3)
 
 
-def test_cost_includes_the_start_of_a_kernel_in_each_iteration():
+def test_cost_includes_the_start_of_a_kernel_in_each_iteration(monkeypatch):
     analysis, loops = tile_loops(two(1), (2, 3))
     rates = NOMINAL, changed(kernel_call={"Conv2D": 1.0, "Relu": 5.0})  # A Relu counts no arithmetic.
     plain, slow = (CostModel(analysis, IMAGES, changed_rates) for changed_rates in rates)
@@ -122,6 +122,9 @@ def test_cost_includes_the_start_of_a_kernel_in_each_iteration():
     convolutions = sum(node.op == "Conv2D" for tile_loop in loops for node in tile_loop.body)
     extra = sum(slow.tile_loop(tile_loop) - plain.tile_loop(tile_loop) for tile_loop in loops)
     assert convolutions and extra == pytest.approx(iterations * convolutions)
+    monkeypatch.setattr(properties, "unfolds_convolutions", lambda: False)
+    of_onednn = CostModel(analysis, IMAGES, rates[1])
+    assert of_onednn.step(analysis.order) < 1, "not for float64"
 
 
 def test_cost_large_results_include_first_touch():
