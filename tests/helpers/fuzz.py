@@ -187,7 +187,7 @@ def compare(
         updates: Number of updates of a step; see `equivalence.model_step`.
 
     Returns:
-        `"exact"`, or the reason why it was refused.
+        `"exact"`, `"diverges"` if the plain step does, or the reason why it was refused.
 
     Raises:
         AssertionError: If anything differs, or if a plan of ours needs more memory than the plain step.
@@ -204,6 +204,8 @@ def compare(
         assert found, f"{type(refused).__name__}: {refused}"
         return found[0]
     want = step.run(step.concrete_fn) if changed else {}
+    if not all(np.isfinite(value).all() for value in want.values()):
+        return "diverges"
     for fast in changed:
         got = step.run(fast.concrete_function)
         assert list(want) == list(got)
