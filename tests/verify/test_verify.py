@@ -165,10 +165,10 @@ def test_verify_wrong_gradient_is_detected(monkeypatch):
 def test_verify_wrong_update_is_detected(monkeypatch):
     init = StepImporter.__init__
 
-    def broken(self, graph, concrete_fn, tier=None):
+    def broken(self, graph, *arguments, **options):
         if any(name.startswith("sft/") for name in graph.nodes):
             next(node for node in graph.nodes.values() if node.op == "AssignAddVariableOp").op = "AssignSubVariableOp"
-        init(self, graph, concrete_fn, tier)
+        init(self, graph, *arguments, **options)
 
     monkeypatch.setattr(StepImporter, "__init__", broken)
     result = verify(net(), BATCH, TILES)
