@@ -25,7 +25,7 @@ import tensorflow as tf
 
 from rewriters.device import properties
 from rewriters.ir.graph import Tensor
-from rewriters.swapping.spill_store import SpillError, is_in_memory, write_problem
+from rewriters.swapping.spill_store import SpillError, is_in_memory, write_all, write_problem
 from rewriters.tiling.tile_planner import TileLoop
 
 __all__: list[str] = []
@@ -86,10 +86,15 @@ class FilePool:
         """
         size = math.prod(shape) * dtype.itemsize
         pages = self._reused(size)
-        if pages is None:
-            pages = self._created(size)
-        elif zero:
-            _write_zeros(_mapped[pages], size)
+        try:
+            if pages is None:
+                pages = self._created(size)
+            elif zero:
+                _write_zeros(_mapped[pages], size)
+        except OSError as error:
+            problem = write_problem(self.directory, "A tensor between tile loops", size, error)
+            remedy = "Pass another directory in `swap=LMSParams(spill_dir=...)`, or a larger budget."
+            raise SpillError(f"{problem} {remedy}") from None
         memory = np.frombuffer(pages, np.uint8)
         with self._lock:
             self._used.append((weakref.ref(memory), pages))
@@ -125,17 +130,11 @@ class FilePool:
     def _created(self, size: int) -> mmap.mmap:
         """Return a new file of zeros. If the disk is full, all free files make room for it."""
         try:
-            try:
-                pages = _new_file(self.directory, size)
-            except OSError:
-                with self._lock:
-                    self._free.clear()
-                pages = _new_file(self.directory, size)
-        except OSError as error:
-            problem = write_problem(self.directory, "A tensor between tile loops", size, error)
-            remedy = "Pass another directory in `swap=LMSParams(spill_dir=...)`, or a larger budget."
-            raise SpillError(f"{problem} {remedy}") from None
-        return pages
+            return _new_file(self.directory, size)
+        except OSError:
+            with self._lock:
+                self._free.clear()
+            return _new_file(self.directory, size)
 
 
 def _new_file(directory: str, size: int) -> mmap.mmap:
@@ -157,9 +156,9 @@ def _new_file(directory: str, size: int) -> mmap.mmap:
 
 def _write_zeros(descriptor: int, size: int) -> None:
     """Fill a file with zeros. Writes through its pages would read the old contents from the disk."""
-    zeros = bytes(_CHUNK_BYTES)
+    zeros = memoryview(bytes(_CHUNK_BYTES))
     for begin in range(0, size, _CHUNK_BYTES):
-        os.pwrite(descriptor, zeros[: size - begin], begin)
+        write_all(descriptor, zeros[: size - begin], begin)
 
 
 @dataclasses.dataclass(frozen=True)

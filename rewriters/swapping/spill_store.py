@@ -160,7 +160,7 @@ class SpillStore:
             file, begin = place()
             for array, part in zip(arrays, parts, strict=True):
                 data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-                _write_all(file.fileno(), data, (begin or 0) + part.begin)
+                write_all(file.fileno(), data, (begin or 0) + part.begin)
             if not self.page_cache:
                 os.fdatasync(file.fileno())
                 os.posix_fadvise(file.fileno(), begin or 0, size, os.POSIX_FADV_DONTNEED)
@@ -334,7 +334,8 @@ def _close_all(held: dict[int, _Spilled], free: dict[int, list[IO[bytes]]], shar
     shared.clear()
 
 
-def _write_all(descriptor: int, data: memoryview, begin: int) -> None:
+def write_all(descriptor: int, data: memoryview, begin: int) -> None:
+    """Write all bytes to a file, from a position on; the system may write fewer in one call."""
     written = 0
     while written < len(data):
         written += os.pwrite(descriptor, data[written:], begin + written)

@@ -22,6 +22,7 @@ from rewriters.emission import file_buffers
 from rewriters.emission.file_buffers import FileBuffers, FilePool
 from rewriters.estimates.loop_memory import IterationModel
 from rewriters.estimates.op_cost import NOMINAL
+from rewriters.swapping.spill_store import SpillError
 from tflms_sft._planner import budget_search
 
 L = keras.layers
@@ -192,6 +193,22 @@ def test_file_of_an_array_that_died_serves_again(tmp_path, sizes_created):
     again[...] = 5
     del again
     assert (pool.array((3, 2**18), floats, False) == 5).all() and len(sizes_created) == 2
+
+
+def test_zeros_are_written_whole_or_the_error_names_the_disk(tmp_path, monkeypatch):
+    pool, numbers, write = FilePool(str(tmp_path)), np.dtype("uint8"), os.pwrite
+    pool.array((1000,), numbers, False)[...] = 3
+    monkeypatch.setattr(os, "pwrite", lambda file, data, begin: write(file, data[:300], begin))
+    array = pool.array((1000,), numbers, True)
+    assert not array.any()
+    del array
+
+    def failing(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "pwrite", failing)
+    with pytest.raises(SpillError, match="A tensor between tile loops needs 1000 bytes"):
+        pool.array((1000,), numbers, True)
 
 
 def test_files_of_sizes_that_no_step_uses_are_deleted(tmp_path, sizes_created):
