@@ -474,7 +474,7 @@ class LeastMemory:
 
 
 def _too_small(traced: TracedStep, params: AutoParams, search: TileSearch, least: LeastMemory) -> BudgetError:
-    plan, who = least.smallest(), "The smallest plan found"
+    plan, subject = least.smallest(), "The smallest plan found"
     smallest = _smallest_budget(traced, params, plan.peak)
     corrected = ""
     if traced.excess_bytes > 0:
@@ -484,7 +484,7 @@ def _too_small(traced: TracedStep, params: AutoParams, search: TileSearch, least
         corrected += f" {remedy}".rstrip()
     original = _smallest_budget(dataclasses.replace(traced, excess_bytes=0), params, traced.plain.peak)
     if params.memory_budget < original < smallest:  # What a plan took more than predicted, the original step may not.
-        plan, smallest, who = traced.plain, original, "The original step"
+        plan, smallest, subject = traced.plain, original, "The original step"
     parts, name = takes_most(traced, plan.plans, plan.peak)
     limited = ""
     if params.memory_budget == device_memory_limit(traced.devices):
@@ -493,7 +493,7 @@ def _too_small(traced: TracedStep, params: AutoParams, search: TileSearch, least
     untiled = f" Not tiled: {shortened(layers, MAX_NAMES, '; ')}." if layers else ""
     error = BudgetError(
         "`memory_budget` is too small for this step. Received: memory_budget="
-        f"{format_bytes(params.memory_budget)} ({params.memory_budget} bytes{limited}). {who} needs "
+        f"{format_bytes(params.memory_budget)} ({params.memory_budget} bytes{limited}). {subject} needs "
         f"{format_bytes(smallest)} ({smallest} bytes, headroom of {params.headroom:.0%} included), of which {parts} "
         f"and variables are {format_bytes(traced.fixed_bytes)}.{untiled}{corrected} "
         f"{_remedy(traced, params, search, smallest, plan)}"
