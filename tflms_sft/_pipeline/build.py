@@ -34,6 +34,7 @@ from tflms_sft._pipeline.stage_cuts import choose_cuts, cut_names, named_cuts
 from tflms_sft._planner.requested_tiles import StageBounds, plan_sft
 from tflms_sft._planner.swap_planner import swap_in_stages
 from tflms_sft._planner.traced_step import TracedStep, analyse_step
+from tflms_sft._report.pass_dump import write_dump
 from tflms_sft._report.plan import Plan, amend_plan
 from tflms_sft._trace.batch_traces import BatchTraces, require_even, trace
 from tflms_sft._trace.layer_names import captured, display_names, variable_names
@@ -89,7 +90,9 @@ def _build(traces: BatchTraces, chosen: RewriteRequest, batch: int | None) -> tu
 def _planned(traces: BatchTraces, chosen: RewriteRequest, params: PipelineParams) -> tuple[Planned, Plan]:
     """Return the pipeline and its plan."""
     planned, notes = _built(traces, chosen, params)
-    return planned, amend_plan(plan_of(planned), *notes)
+    plan = amend_plan(plan_of(planned), *notes)
+    write_dump(planned.built.graph, plan)
+    return planned, plan
 
 
 def _importer(planned: Planned) -> StepImporter:

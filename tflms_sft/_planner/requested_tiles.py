@@ -7,11 +7,12 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from rewriters.analysis.convex_sets import nodes_between
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.emission.tile_pass import SegmentPlan, plan_segment
 from rewriters.errors import NotTileableError, SegmentError
 from rewriters.estimates.loop_memory import iteration_peak_bytes
-from rewriters.ir.graph import Node, Tensor, nodes_between
+from rewriters.ir.graph import Node, Tensor
 from rewriters.pipelining.stage_assignment import Stages
 from rewriters.tiling.barrier_planner import BarrierPlanner
 from rewriters.tiling.extents import min_rows

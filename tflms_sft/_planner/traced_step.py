@@ -88,6 +88,7 @@ class TracedStep:
         excess_bytes: Measured less predicted peak of an earlier plan, which the limit of all plans is reduced by.
         in_used_process: Whether much other memory had been in use in the process before the earlier plan ran.
         files: Rule that selects the results of tile loops that lie in files; `None` to hold all in memory.
+        mode: Mode of canonicalization.
         found: Called with the time, over that of the original step, of each plan that a search finds within the budget.
         skeletons: Traces of skeletons, and names of their loops, by the reads and results of the loops.
         loop_memory: Memory estimates of planned tile loops.
@@ -107,6 +108,7 @@ class TracedStep:
     excess_bytes: int = 0
     in_used_process: bool = False
     files: FileBuffers | None = None
+    mode: CanonicalMode = CanonicalMode.TILING
     found: Callable[[float], None] | None = dataclasses.field(default=None, repr=False)
     skeletons: dict[Hashable, tuple[AllocationTrace, dict[tuple[str, str], str]]] = dataclasses.field(
         init=False, default_factory=dict, repr=False
@@ -200,10 +202,10 @@ def analyse_step(
     fixed_batch = _static_batch(concrete_fn)
     planned_batch = fixed_batch or batch or 1
     sizes = _sizes_unlike(planned_batch, concrete_fn, sizes or {})
-    graph = read_canonical(concrete_fn, mode, merge_constants=merge_constants, sizes=sizes)
+    record = record or LayerRecord()
+    graph = read_canonical(concrete_fn, mode, merge_constants=merge_constants, sizes=sizes, layer_of=record.layer_of)
     for node in graph.nodes.values() if not keep_devices else ():
         node.device = ""
-    record = record or LayerRecord()
     misleading = any(is_autodiff_name(call.layer) for call in record.calls)
     forward: Collection[str] = record.layer_of_op.keys() if misleading else ()
     analysis = GraphAnalysis(graph, forward=forward)
@@ -213,6 +215,7 @@ def analyse_step(
         analysis.refuse_hidden_gradients()
     else:  # A swapped tensor, or one sent to a stage, returns for the backward pass.
         analysis.require_backward()
+    analysis.mark_roles()
     return TracedStep(
         concrete_fn,
         analysis,
@@ -221,6 +224,7 @@ def analyse_step(
         fixed_batch is not None,
         tf_internals.variable_sizes(concrete_fn),
         forward,
+        mode=mode,
     )
 
 

@@ -55,8 +55,8 @@ def step_key(traced: TracedStep) -> str:
     return digest.hexdigest()
 
 
-def recipe_of(traced: TracedStep, choice: BudgetPlan, memory_budget: int) -> Recipe:
-    """Return the decisions of a plan for a budget as JSON."""
+def recipe_of(traced: TracedStep, choice: BudgetPlan, memory_budget: int | None) -> Recipe:
+    """Return the decisions of a plan as JSON."""
     position = traced.analysis.position
     return {
         "format": FORMAT,
