@@ -70,7 +70,9 @@ def save_step(directory: Path, traced: TracedStep, recipe: Recipe) -> None:
         "rates": dataclasses.asdict(traced.rates),
         "recipe": recipe,
     }
-    (directory / GRAPH).write_bytes(concrete_fn.graph.as_graph_def(add_shapes=True).SerializeToString())
+    graph_def = concrete_fn.graph.as_graph_def(add_shapes=True)  # Reads of variables have no shape otherwise.
+    graph_def.library.CopyFrom(concrete_fn.graph.as_graph_def().library)  # TensorFlow knows functions as traced.
+    (directory / GRAPH).write_bytes(graph_def.SerializeToString())
     (directory / INTERFACE).write_text(json.dumps(interface), encoding="utf-8")
     (directory / SCRIPT).write_text(_SCRIPT, encoding="utf-8")
 
