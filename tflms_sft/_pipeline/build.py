@@ -22,6 +22,7 @@ from rewriters.pipelining.stage_passes import StagedStep, with_tiles
 from rewriters.pipelining.step_partition import StepPartition, split_step
 from rewriters.step_importer import StepImporter
 from rewriters.tiling.ft_segments import SkippedOps
+from tflms_sft._machine.calibration import stored_rates
 from tflms_sft._params import device_names
 from tflms_sft._params.pipeline_params import PipelineParams
 from tflms_sft._params.request import RewriteRequest
@@ -124,6 +125,7 @@ def _built(traces: BatchTraces, chosen: RewriteRequest, params: PipelineParams) 
     traced = analyse_step(
         traces.micro, traces.record, samples, mode, merge_constants=False, keep_devices=not is_rewritten
     )
+    traced = dataclasses.replace(traced, rates=stored_rates())
     analysis = traced.analysis
     analysis.require_backward()
     sizes = TraceComparison(

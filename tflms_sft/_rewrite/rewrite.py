@@ -25,6 +25,7 @@ from tflms_sft._params.request import RewriteRequest, parse_request
 from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._pipeline.build import build_pipeline
 from tflms_sft._planner.budget_search import NO_SWAPS, BudgetPlan, limit_of, plans_within_budget
+from tflms_sft._planner.plan_description import emit_and_describe, peak_names, prediction
 from tflms_sft._planner.requested_tiles import plan_sft
 from tflms_sft._planner.swap_planner import (
     NothingToSwapError,
@@ -34,15 +35,7 @@ from tflms_sft._planner.swap_planner import (
     notes,
     swapped_seconds,
 )
-from tflms_sft._planner.traced_step import (
-    TracedStep,
-    analyse_step,
-    collector_paused,
-    emit_and_describe,
-    peak_names,
-    prediction,
-    seconds_of,
-)
+from tflms_sft._planner.traced_step import TracedStep, analyse_step, collector_paused, seconds_of
 from tflms_sft._report.pass_dump import write_dump
 from tflms_sft._report.plan import Plan, amend_plan
 from tflms_sft._rewrite.plan_cache import cached_recipe, read_recipe, store_recipe
@@ -272,9 +265,8 @@ def rewrite_concrete(
         mode = CanonicalMode.EXACT if request.tiles is None else CanonicalMode.TILING
         traced = analyse_step(concrete_fn, record, batch, mode, sizes=sizes)
         require_image_shapes(traced.analysis.graph)
-        traced.excess_bytes = excess_bytes
-        traced.found = stopwatch.found
-        traced.use_rates(machine_rates(_print_to_stderr) if request.has_budget else stored_rates())
+        rates = machine_rates(_print_to_stderr) if request.has_budget else stored_rates()
+        traced = dataclasses.replace(traced, rates=rates, excess_bytes=excess_bytes, found=stopwatch.found)
         if request.has_budget:
             require_batch(traced, batch)
             require_sizes(concrete_fn)

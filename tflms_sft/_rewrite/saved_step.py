@@ -91,5 +91,4 @@ def load_step(directory: Path) -> tuple[TracedStep, Recipe]:
     calls = [LayerCall(*call) for call in saved["layers"]]
     record = LayerRecord(calls, saved["model_inputs"], {op: calls[n] for op, n in saved["layer_of_op"].items()})
     traced = analyse_step(concrete_fn, record, saved["batch"], CanonicalMode(saved["mode"]), sizes=dict(saved["sizes"]))
-    traced.use_rates(MachineRates(**saved["rates"]))
-    return traced, saved["recipe"]
+    return dataclasses.replace(traced, rates=MachineRates(**saved["rates"])), saved["recipe"]
