@@ -13,7 +13,15 @@ from rewriters.ir.graph import Graph, Tensor
 from rewriters.ir.graph_pass import run_pass
 from rewriters.scheduling.updates_after_reads import RunUpdatesAfterReads
 from rewriters.tiling.ft_segments import SkippedOps
-from tflms_sft._planner.traced_step import TracedStep, op_times, peak_file_bytes, predict, predicted_peak, time_ratio
+from tflms_sft._planner.traced_step import (
+    Candidate,
+    TracedStep,
+    op_times,
+    peak_file_bytes,
+    predict,
+    predicted_peak,
+    time_ratio,
+)
 from tflms_sft._report.peak_report import (
     FRAGMENTATION,
     NamedSizes,
@@ -55,8 +63,8 @@ def emit_and_describe(
     # For a budget, predict as the search did: by a skeleton, and for every state of the device's memory.
     # Otherwise memory is assumed to be fresh.
     limit = None if budget else 0
-    original_peak, ratio = predict(traced, [], limit=limit)
-    original = prediction(traced, [], analysis.graph, names, (original_peak, ratio))
+    plain = traced.plain if budget else Candidate([], *predict(traced, [], limit=limit))
+    original = prediction(traced, [], analysis.graph, names, (plain.peak, plain.time_ratio))
     predicted = original
     if plans:
         seen = tile_skeleton(analysis, plans, traced.files) if budget else graph
@@ -78,7 +86,7 @@ def emit_and_describe(
         predicted=predicted,
         memory_budget=budget,
         file_bytes=peak_file_bytes(traced, plans),
-        notes=(*_loop_note(traced, original_peak), *_notes(traced)),
+        notes=(*_loop_note(traced, plain.peak), *_notes(traced)),
     )
     return graph, plan
 
