@@ -18,14 +18,11 @@ import tensorflow as tf
 from rewriters.errors import BudgetError, RewriteError
 from rewriters.step_importer import StepImporter
 from tflms_sft._keras.model_checks import check_runs_graph, check_trainer, reason_runs_eagerly, variable_bytes
-from tflms_sft._keras.step_kinds import StepKind
 from tflms_sft._keras.train_step_patch import StepPatch
 from tflms_sft._params.request import RewriteRequest
 from tflms_sft._planner.traced_step import TracedStep
 from tflms_sft._report.plan import Plan
-
-EVALUATION = StepKind("test_step", "test_function", "make_test_function", "_tflms_sft_evaluation")
-PREDICTION = StepKind("predict_step", "predict_function", "make_predict_function", "_tflms_sft_prediction")
+from tflms_sft._util.keras_internals import EVALUATION, PREDICTION, StepKind
 
 CALLED = {EVALUATION: "evaluate", PREDICTION: "predict"}
 VALIDATION = "validation"

@@ -13,8 +13,6 @@ import tensorflow as tf
 from tflms_sft._keras.eager_training import EagerTraining
 from tflms_sft._keras.forward_step_patch import (
     CALLED,
-    EVALUATION,
-    PREDICTION,
     VALIDATION,
     ForwardStepPatch,
     forward_request,
@@ -22,7 +20,7 @@ from tflms_sft._keras.forward_step_patch import (
 )
 from tflms_sft._keras.messages import forward_line, forward_over_budget_line, peak_line, start_line
 from tflms_sft._keras.model_checks import check_trainer, reason_runs_eagerly
-from tflms_sft._keras.step_kinds import TRAINING, Excesses, StepKind
+from tflms_sft._keras.step_kinds import Excesses
 from tflms_sft._keras.train_step_patch import StepPatch
 from tflms_sft._params.request import parse_request
 from tflms_sft._params.tile_params import AutoParams
@@ -30,6 +28,7 @@ from tflms_sft._report.plan import Plan
 from tflms_sft._report.plan_records import Measurement
 from tflms_sft._report.tensorboard import TrainingLog, checked_log_dir, tensorboard_of_this_fit
 from tflms_sft._rewrite.trained import Trained
+from tflms_sft._util.keras_internals import EVALUATION, PREDICTION, TRAINING, StepKind
 
 
 class RewritingCallback(keras.callbacks.Callback):

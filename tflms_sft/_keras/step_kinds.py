@@ -1,36 +1,19 @@
-"""The attributes of a Keras model that define its steps, and the check that none of them is replaced now."""
+"""The attribute that holds an installed patch, and the check that no step is patched now."""
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from typing import Any
 
 from rewriters.errors import RewriteError
 from tflms_sft._keras.model_checks import check_model
 from tflms_sft._keras.replicas import num_replicas
-
-_SLOT = "_tflms_sft_patch"
-
-
-@dataclasses.dataclass(frozen=True)
-class StepKind:
-    """The attributes of a Keras model that define one of its steps.
-
-    Attributes:
-        step: Name of the method for one batch, such as `"train_step"`.
-        function: Name of the compiled function that runs one or several steps.
-        make: Name of the method that builds this function.
-        slot: Name of the attribute that holds the installed patch.
-    """
-
-    step: str
-    function: str
-    make: str
-    slot: str
+from tflms_sft._util.keras_internals import ABSENT, TRAINING, StepKind, overriding
 
 
-TRAINING = StepKind("train_step", "train_function", "make_train_function", _SLOT)
+def slot_of(kind: StepKind) -> str:
+    """Return the name of the attribute that holds the installed patch of a step."""
+    return f"_tflms_sft_{kind.name}"
 
 
 class Excesses:
@@ -62,8 +45,8 @@ def check_not_patched(model: Any) -> None:
         RewriteError: With the remedy.
     """
     check_model(model)
-    patch = model.__dict__.get(_SLOT)
-    if patch is not None:
+    patch = overriding(model, slot_of(TRAINING))
+    if patch is not ABSENT:
         raise RewriteError(
             f"The step of model {model.name!r} is currently rewritten by {patch._owner}. Call this function "
             "before or after that training."

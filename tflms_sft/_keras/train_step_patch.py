@@ -45,7 +45,7 @@ from tflms_sft._keras.model_checks import build_optimizer, check_model
 from tflms_sft._keras.peak_watch import PeakWatch
 from tflms_sft._keras.replicas import Replicas, StrategyProxy, merges_replicas, num_replicas
 from tflms_sft._keras.slow_steps import SlowSteps
-from tflms_sft._keras.step_kinds import TRAINING, Excesses
+from tflms_sft._keras.step_kinds import Excesses, slot_of
 from tflms_sft._machine.calibration import machine_rates, stored_rates
 from tflms_sft._params.request import RewriteRequest
 from tflms_sft._params.tile_params import AutoParams
@@ -59,6 +59,7 @@ from tflms_sft._sources.open_shapes import UnknownSizes, has_unknown_sizes
 from tflms_sft._sources.region_reads import read_errors
 from tflms_sft._trace.layer_names import LayerRecord
 from tflms_sft._trace.step_tracing import keras_function, trace_keras_step
+from tflms_sft._util.keras_internals import ABSENT, DISTRIBUTE_STRATEGY, TRAINING, override, overriding
 from tflms_sft._util.progress import Stopwatch, told_if_slow
 
 
@@ -142,8 +143,8 @@ class StepPatch:
         """
         self._check()
         model = self.model
-        previous = model.__dict__.get(self.kind.slot)
-        if previous is not None:
+        previous = overriding(model, slot_of(self.kind))
+        if previous is not ABSENT:
             same_fit = previous._training is self._training
             if previous._training is not None:  # A `with` block removes its own patch.
                 previous.restore()
@@ -163,7 +164,7 @@ class StepPatch:
         A `train_on_batch` in a callback is such a call: it builds a train function as a new training does, and runs
         the original step.
         """
-        if self.kind.slot not in self.model.__dict__:
+        if overriding(self.model, slot_of(self.kind)) is ABSENT:
             self._insert()
             setattr(self.model, self.kind.function, self._patched_function)
 
@@ -183,17 +184,17 @@ class StepPatch:
             self._num_replicas = num_replicas(strategy)
             self.watch.devices = self._replicas.devices
         self._make_original_function = getattr(model, kind.make)
-        names = (kind.step, kind.make, *(["_distribute_strategy"] if self._replicas else []))
-        self._saved_attributes = {name: model.__dict__.get(name) for name in names}
+        names = (kind.step, kind.make, *([DISTRIBUTE_STRATEGY] if self._replicas else []))
+        self._saved_attributes = {name: overriding(model, name) for name in names}
         self._jit_compile = model.jit_compile
-        object.__setattr__(model, kind.slot, self)
+        override(model, slot_of(kind), self)
         model.jit_compile = False
-        object.__setattr__(model, kind.step, self.step)
+        override(model, kind.step, self.step)
         if self._replicas is not None:
             proxy = StrategyProxy(strategy, self._is_step, self._run_replicas)
-            object.__setattr__(model, "_distribute_strategy", proxy)
+            override(model, DISTRIBUTE_STRATEGY, proxy)
         if self._training is not None:
-            object.__setattr__(model, kind.make, self._replace_function)
+            override(model, kind.make, self._replace_function)
 
     def _replace_function_with_patch(self) -> None:
         """Have the step traced again, for one size."""
@@ -226,14 +227,11 @@ class StepPatch:
         model = self.model
         if not self.is_installed:
             return
-        object.__delattr__(model, self.kind.slot)
+        override(model, slot_of(self.kind), ABSENT)
         for planned in self._planned:
             planned.abandon()
         for name, saved in self._saved_attributes.items():
-            if saved is not None:
-                object.__setattr__(model, name, saved)
-            elif name in model.__dict__:
-                object.__delattr__(model, name)
+            override(model, name, saved)
         if getattr(model, self.kind.function) is self._patched_function:  # Else `compile` has set `jit_compile` since.
             model.jit_compile = self._jit_compile
         self._restore_function()
@@ -245,7 +243,7 @@ class StepPatch:
     @property
     def is_installed(self) -> bool:
         """Tell whether the patch is in the model."""
-        return getattr(self.model, "__dict__", {}).get(self.kind.slot) is self
+        return hasattr(self.model, "__dict__") and overriding(self.model, slot_of(self.kind)) is self
 
     @property
     def has_disabled_jit(self) -> bool:
