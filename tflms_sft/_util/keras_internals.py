@@ -68,28 +68,19 @@ class StepKind:
     an iterator of a data set, a generator for `train_on_batch`, or the list of the batches of a prediction.
 
     Attributes:
-        name: Name of the step: `"train"`, `"test"` or `"predict"`.
+        step: Name of the method for one batch.
+        function: Name of the compiled function that runs one or several steps.
+        make: Name of the method that builds this function.
     """
 
-    name: str
-
-    @property
-    def step(self) -> str:
-        """Name of the method for one batch."""
-        return f"{self.name}_step"
-
-    @property
-    def function(self) -> str:
-        """Name of the compiled function that runs one or several steps."""
-        return f"{self.name}_function"
-
-    @property
-    def make(self) -> str:
-        """Name of the method that builds this function."""
-        return f"make_{self.name}_function"
+    step: str
+    function: str
+    make: str
 
 
-TRAINING, EVALUATION, PREDICTION = map(StepKind, ("train", "test", "predict"))
+TRAINING = StepKind("train_step", "train_function", "make_train_function")
+EVALUATION = StepKind("test_step", "test_function", "make_test_function")
+PREDICTION = StepKind("predict_step", "predict_function", "make_predict_function")
 
 DISTRIBUTE_STRATEGY = "_distribute_strategy"
 """Attribute that `Model.distribute_strategy` reads, a property that cannot be set."""
