@@ -15,7 +15,7 @@ import tflms_sft
 from tflms_sft._batches.batch_limits import check_batch_shape
 from tflms_sft._batches.planned_step import EXTENSION, MARGIN, BatchSizes, PlannedStep, shapes_of
 from tflms_sft._batches.size_selector import SizeSelector
-from tflms_sft._keras.replanner import Excesses, Replanner
+from tflms_sft._keras.step_planner import Excesses, Replanner
 from tflms_sft._params.request import RewriteRequest
 from tflms_sft._planner.traced_step import analyse_step, predict, with_sizes
 from tflms_sft._report.plan_records import Measurement

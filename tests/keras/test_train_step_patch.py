@@ -31,7 +31,7 @@ from training import (
 import tflms_sft
 from tflms_sft import SFT, BudgetError, MemoryBudget, RewriteError, SegmentError, SegmentSpec
 from tflms_sft._batches import batch_limits
-from tflms_sft._keras.replanner import Excesses
+from tflms_sft._keras.step_planner import Excesses
 from tflms_sft._util.keras_internals import PREDICTION, TRAINING
 
 # One training after another -------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ from rewriters.swapping.tiers import Tier
 from tflms_sft._batches.first_batches import PeekedBatches
 from tflms_sft._batches.planned_step import PlannedStep
 from tflms_sft._keras.model_checks import variable_bytes
-from tflms_sft._keras.replanner import Replanner
 from tflms_sft._keras.slow_steps import SlowSteps
+from tflms_sft._keras.step_planner import Replanner
 from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._report.plan import Plan
 from tflms_sft._report.plan_records import Measurement

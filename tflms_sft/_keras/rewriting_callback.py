@@ -20,7 +20,7 @@ from tflms_sft._keras.forward_step_patch import (
 from tflms_sft._keras.measured_run import EagerTraining
 from tflms_sft._keras.messages import forward_line, forward_over_budget_line, peak_line, start_line
 from tflms_sft._keras.model_checks import check_trainer, reason_runs_eagerly
-from tflms_sft._keras.replanner import Excesses
+from tflms_sft._keras.step_planner import Excesses
 from tflms_sft._keras.train_step_patch import StepPatch
 from tflms_sft._params.request import parse_request
 from tflms_sft._params.tile_params import AutoParams

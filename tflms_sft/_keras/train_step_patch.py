@@ -17,11 +17,10 @@ from tflms_sft._cluster.worker_watch import workers_watched
 from tflms_sft._keras import messages
 from tflms_sft._keras.measured_run import MeasuredRun, PeakWatch
 from tflms_sft._keras.model_checks import build_optimizer, check_model
-from tflms_sft._keras.replanner import Excesses, Replanner
 from tflms_sft._keras.replicas import Replicas, StrategyProxy, merges_replicas, num_replicas
 from tflms_sft._keras.slow_steps import SlowSteps
 from tflms_sft._keras.step_installer import StepInstaller, remove_leftover
-from tflms_sft._keras.step_planner import StepPlanner
+from tflms_sft._keras.step_planner import Excesses, Replanner, StepPlanner
 from tflms_sft._params.request import RewriteRequest
 from tflms_sft._report.plan import Plan
 from tflms_sft._rewrite.peak_statistics import watch_tier
@@ -103,7 +102,7 @@ class StepPatch:
             say=say,
         )
         self._planner = StepPlanner(
-            model, kind, params, batch_shape, self.sizes, self.watch, self.replanner, on_plan, say
+            model, kind, params, batch_shape, self.sizes, self.replanner, self.watch.devices, on_plan, say
         )
         self._measured_run = MeasuredRun(
             is_pipeline=params.pipeline is not None,
