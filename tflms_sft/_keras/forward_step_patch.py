@@ -26,7 +26,6 @@ class ForwardStepPatch(StepPatch):
         params: As for `StepPatch`.
         kind: The step: `EVALUATION` or `PREDICTION`.
         within_fit: Whether it is the validation of a `fit`, which keeps its original step if it cannot be rewritten.
-        on_failure: Called after a step has raised an error and the model has been restored.
         print_line: Called with lines for the user.
         **options: Keyword arguments of `StepPatch`.
 
@@ -41,33 +40,19 @@ class ForwardStepPatch(StepPatch):
         kind: StepKind,
         *,
         within_fit: bool,
-        on_failure: Callable[[], None],
         print_line: Callable[[str], None],
         **options: Any,
     ) -> None:
         super().__init__(model, params, kind, **options)
         self.called = VALIDATION if within_fit else CALLED[kind]
         self._within_fit, self._wraps_step = within_fit, kind is PREDICTION
-        self._on_failure, self._print, self._warns = on_failure, print_line, options["say"] is None
-        self._runs_original = self._is_running = False
+        self._print, self._warns = print_line, options["say"] is None
+        self._runs_original = False
 
     def _check(self, model: Any) -> None:
         """Refuse a model whose step cannot be rewritten; it need not be compiled to predict."""
         check_trainer(model)
         check_runs_graph(model)
-
-    def run(self, iterator: Any) -> Any:
-        """Run the model's function in a patched model; see `StepPatch.run`."""
-        self._is_running = True
-        try:
-            return super().run(iterator)
-        except (StopIteration, tf.errors.OutOfRangeError):
-            raise
-        except BaseException:
-            self._on_failure()
-            raise
-        finally:
-            self._is_running = False
 
     def _is_step(self, function: Any) -> bool:
         """Tell whether a function is the step; Keras wraps that of `predict`, and passes nothing else to a strategy."""

@@ -39,6 +39,7 @@ class StepPatch:
         batch_shape: Shape of the largest batch of images; `None` for that of the first batch.
         on_plan: Called with every new plan.
         on_measured: Called with a plan after its first step; if no peak can be measured, only with the first plan.
+        on_failure: Called after a step has raised an error and the model has been restored.
         owner: Name of the callback or function that patches, for errors.
         training: Identifies the `fit` of a callback; `None` for a `with` block.
         say: Called with lines about operations that take long; `None` prints none.
@@ -58,12 +59,14 @@ class StepPatch:
         batch_shape: tuple[int, ...] | None,
         on_plan: Callable[[Plan], None],
         on_measured: Callable[[Plan], None],
+        on_failure: Callable[[], None] = lambda: None,
         owner: str,
         training: object = None,
         say: Callable[[str], None] | None = None,
         excesses: Excesses | None = None,
     ) -> None:
         self._check(model)
+        self._on_failure, self._is_running = on_failure, False
         remove_leftover(model, kind, owner, training)
         strategy, tell = model.distribute_strategy, functools.partial(messages.tell, say)
         self._replicas = Replicas(strategy, getattr(model, kind.step)) if merges_replicas(strategy) else None
@@ -144,6 +147,7 @@ class StepPatch:
         Raises:
             RewriteError: If a batch has another size than the plan allows.
         """
+        self._is_running = True
         try:
             batches, peeked = self.sizes.take(iterator)
             with workers_watched(), read_errors(), without_gpu_optimizers():
@@ -152,10 +156,13 @@ class StepPatch:
             raise  # The normal end of an epoch.
         except BaseException as error:
             self.installer.restore()
+            self._on_failure()
             size_error = planned_size_error(error)
             if size_error is None:
                 raise
             raise size_error from None
+        finally:
+            self._is_running = False
 
     @tf.autograph.experimental.do_not_convert
     def step(self, data: Any) -> Any:
