@@ -190,7 +190,7 @@ def test_validation_that_is_not_rewritten_is_traced_once_for_all_sizes():
     model, traces = net(size=None), []
     model.test_step = lambda data: traces.append(data) or {"mean": tf.reduce_mean(model.layers[1](data[0]))}
     sizes = [cut(rows) for rows in (24, 18, 20, 22)]
-    callback = tiles(segments=[tflms_sft.SegmentSpec("photo", "pool0")])
+    callback = tiles(segments=[tflms_sft.SegmentSpec("photo", "pool0")], verbose=1)
     model.fit(dataset([cut(24)]), validation_data=dataset(sizes), epochs=2, callbacks=[callback], **SETTINGS)
     assert callback.evaluate_plan is None and len(traces) < len(sizes)
 
