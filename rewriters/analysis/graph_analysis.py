@@ -144,7 +144,7 @@ class GraphAnalysis:
     def view(self, node: Node) -> OpView:
         """Return a node in the form that rules read."""
         if node not in self._views:
-            self._views[node] = OpView(node, self.evaluate, self.layouts)
+            self._views[node] = OpView(node, self.evaluate, self.layouts, self.graph.device)
         return self._views[node]
 
     def extents(self, tensor: Tensor) -> tuple[int | None, ...] | None:

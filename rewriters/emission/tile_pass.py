@@ -413,7 +413,7 @@ class _LoopSplicer:
         key = program_signature(self.analysis, segment, tile_loop)
         if key not in self.programs:
             traced = trace_loop(self.analysis, segment, tile_loop, self.files)
-            self.programs[key] = from_tf_graph(traced, traced.inputs, traced.outputs, [])
+            self.programs[key] = from_tf_graph(traced, traced.inputs, traced.outputs, [], self.graph.device)
             self.graph.library.MergeFrom(self.programs[key].library)
         return self.programs[key].copy()
 

@@ -18,6 +18,8 @@ import tensorflow as tf
 
 from rewriters.errors import RewriteError
 from rewriters.ir import tf_internals
+from rewriters.ir.device_detection import planned_device
+from rewriters.ir.device_model import DeviceModel
 from rewriters.ir.op_traits import Trait, ops_with
 
 __all__: list[str] = []
@@ -250,6 +252,7 @@ class Graph:
         variables: (dtype, shape) of the variable behind the handle that an input is, by the input's name.
         sizes: Unknown leading sizes of the arguments that the step is planned for, by position in `inputs`; empty if
             all of them are the batch size.
+        device: The device that the graph is rewritten for; that of ops which name none.
     """
 
     nodes: dict[str, Node]
@@ -263,6 +266,7 @@ class Graph:
     unordered: set[str] = dataclasses.field(default_factory=set)
     variables: dict[str, tuple[tf.DType, Shape]] = dataclasses.field(default_factory=dict)
     sizes: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    device: DeviceModel = dataclasses.field(default_factory=planned_device)
 
     def copy(self) -> Graph:
         """Return a copy with its own nodes, so that edits do not reach this graph."""
@@ -289,7 +293,12 @@ class Graph:
             set(self.unordered),
             dict(self.variables),
             self.sizes,
+            self.device,
         )
+
+    def device_of(self, node: Node) -> str:
+        """Return the device that an op runs on, such as `"GPU:1"`."""
+        return node.device.rpartition("/")[2].removeprefix("device:") or self.device.name
 
     def add(self, node: Node) -> Node:
         """Add `node`; its name must be new."""
@@ -506,8 +515,10 @@ def ancestors(nodes: Iterable[Node], waits_for: Callable[[Node], Iterable[Node]]
     return seen
 
 
-def from_tf_graph(tf_graph: Any, inputs: Sequence[Any], outputs: Sequence[Any], keep: Sequence[Any]) -> Graph:
-    """Read a `tf.Graph` with the given interface (tensors and operations of that graph)."""
+def from_tf_graph(
+    tf_graph: Any, inputs: Sequence[Any], outputs: Sequence[Any], keep: Sequence[Any], device: DeviceModel | None = None
+) -> Graph:
+    """Read a `tf.Graph` with an interface of its tensors and operations, for a device, by default the planned one."""
     graph_def = tf_graph.as_graph_def()
     nodes: dict[str, Node] = {}
     node_defs = {node_def.name: node_def for node_def in graph_def.node}
@@ -531,6 +542,7 @@ def from_tf_graph(tf_graph: Any, inputs: Sequence[Any], outputs: Sequence[Any], 
     effects = [nodes[op.name] for op in keep if op.type not in ("ReadVariableOp", "Placeholder")]
     effects = [node for node in effects if node.stateful]
     graph = Graph(nodes, view(inputs), view(outputs), effects, graph_def.library, graph_def.versions)
+    graph.device = device or graph.device
     for tensor, handle in zip(graph.inputs, inputs, strict=True):
         spec = tf_internals.variable_spec(handle)
         if spec is not None:

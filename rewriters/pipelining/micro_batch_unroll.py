@@ -117,7 +117,7 @@ class _Unroller:
         old = analysis.graph
         library = type(old.library)()
         library.CopyFrom(old.library)
-        self.graph = Graph({}, [], [], [], library, old.versions, {}, set(old.same_size))
+        self.graph = Graph({}, [], [], [], library, old.versions, {}, set(old.same_size), device=old.device)
         self.origin: dict[Node, Origin] = {}
         self.once: dict[Node, Node] = {}
         self.clones: dict[Node, list[Node]] = {}

@@ -16,7 +16,6 @@ from rewriters.analysis import summation_order
 from rewriters.analysis.autodiff_roles import in_scope, reads_shape_only
 from rewriters.analysis.graph_analysis import GraphAnalysis, require_analysed
 from rewriters.device.merged_kernels import cycle_of_merged, merged_ops
-from rewriters.device.properties import device_of
 from rewriters.errors import RewriteError, SwapError
 from rewriters.ir.graph import Graph, Node, Tensor, ancestors, predecessors, producers
 from rewriters.ir.graph_pass import GraphPass, PassResult, run_pass, run_passes
@@ -189,7 +188,7 @@ class _SwapSelector:
         self.batch = batch
         self.fixed = summation_order.flattenable_sums(analysis)
         ready = earliest_forward_level(analysis)
-        no_triggers = self.fixed | merged_ops(analysis.order, analysis.consumers).keys()
+        no_triggers = self.fixed | merged_ops(analysis.graph, analysis.consumers).keys()
         self.search = TriggerSearch(
             analysis.graph, analysis.backward, levels=analysis.level, ready=ready, fixed=no_triggers
         )
@@ -398,7 +397,8 @@ class InsertSwaps(GraphPass[SwapResult]):
                 chains.extend(swap_ins)
         done = tuple(out.done for out in outs)
         is_acyclic = not cycle_of_merged(graph)  # A cycle from before swapping is not reported.
-        _add_unless_cyclic(new, _limit_in_flight(outs, self.max_in_flight, after_exchanges(self.analysis)), is_acyclic)
+        limits = _limit_in_flight(new, outs, self.max_in_flight, after_exchanges(self.analysis))
+        _add_unless_cyclic(new, limits, is_acyclic)
         outs += self._insert_lists(new)
         _add_unless_cyclic(new, _wait_for_releases(chains, level), is_acyclic)
         needed = ancestors(out.done for out in outs)  # by the new edges too
@@ -503,7 +503,9 @@ def _add_unless_cyclic(graph: Graph, edges: Iterable[ControlEdge], is_acyclic: b
             edge.node.control_inputs.remove(edge.before)
 
 
-def _limit_in_flight(outs: list[_SwapOut], max_in_flight: int, fixed: Container[str]) -> Iterator[ControlEdge]:
+def _limit_in_flight(
+    graph: Graph, outs: list[_SwapOut], max_in_flight: int, fixed: Container[str]
+) -> Iterator[ControlEdge]:
     """Let the producer of a tensor wait for the swap-out on its device `max_in_flight` before it, unless it is fixed.
 
     Otherwise tensors queue up on the device where writing is slower than computing. Like every edge that swapping
@@ -511,7 +513,7 @@ def _limit_in_flight(outs: list[_SwapOut], max_in_flight: int, fixed: Container[
     """
     on_device: dict[str, list[_SwapOut]] = {}
     for out in sorted(outs, key=lambda out: out.level):
-        on_device.setdefault(device_of(out.producer), []).append(out)
+        on_device.setdefault(graph.device_of(out.producer), []).append(out)
     for ordered in on_device.values():
         for before, after in zip(ordered, ordered[max_in_flight:], strict=False):
             if after.level > before.level and not after.merged and after.producer.name not in fixed:

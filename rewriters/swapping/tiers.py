@@ -326,7 +326,7 @@ def _spliced(
     specs = [tf.TensorSpec(t.shape, t.dtype) for t in operands]
     traced = tf_internals.trace_func_graph(name.replace("/", "_"), call, specs)
     references.append(traced)  # It keeps the Python function.
-    part = from_tf_graph(traced, traced.inputs, traced.outputs, [])
+    part = from_tf_graph(traced, traced.inputs, traced.outputs, [], graph.device)
     outer = dict(zip(part.inputs, operands, strict=True))
     calls: list[str] = []
     for node in part.nodes.values():

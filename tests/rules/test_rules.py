@@ -250,11 +250,10 @@ def test_rule_refuses_unknown_image_size():
     read = from_tf_graph(graph, [], [], [])
     node = read.nodes["pool"]
     layouts = Layouts()
-    layouts.find(find_rule(node).anchors(OpView(node, StaticEvaluator(read), layouts)), [], [])
+    view = OpView(node, StaticEvaluator(read), layouts, read.device)
+    layouts.find(find_rule(node).anchors(view), [], [])
     with pytest.raises(NotTileableError, match="unknown image size"):
-        find_rule(node).operand_rows_for_result(
-            OpView(node, StaticEvaluator(read), layouts), 0, Interval(np.array([0]), np.array([1]))
-        )
+        find_rule(node).operand_rows_for_result(view, 0, Interval(np.array([0]), np.array([1])))
 
 
 # The registry -----------------------------------------------------------------------------------------------

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rewriters.device import properties
 from rewriters.errors import BudgetError
+from rewriters.ir.device_detection import planned_device
 from tflms_sft._keras.model_checks import variable_bytes
 from tflms_sft._keras.peak_watch import PeakWatch
 from tflms_sft._params.tile_params import AutoParams
@@ -28,7 +28,7 @@ class EagerTraining:
 
     def line(self) -> str:
         """Return the line that announces the training."""
-        subject = "The peak of the first step is" if properties.has_allocator_stats() else "No peak can be"
+        subject = "The peak of the first step is" if planned_device().has_allocator_stats else "No peak can be"
         return f"tflms-sft: training is not rewritten: {self._reason} {subject} compared with the budget."
 
     def begin_batch(self) -> None:

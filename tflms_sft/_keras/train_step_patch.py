@@ -22,11 +22,11 @@ from typing import Any
 import tensorflow as tf
 
 from rewriters.canonicalize.canonicalize import CanonicalMode
-from rewriters.device import properties
 from rewriters.device.gpu_kernels import without_gpu_optimizers
 from rewriters.errors import BudgetError, RewriteError
 from rewriters.estimates.op_cost import MachineRates
 from rewriters.ir import tf_internals
+from rewriters.ir.device_detection import planned_device
 from rewriters.ir.graph import from_concrete_function
 from rewriters.step_importer import StepImporter
 from rewriters.swapping.tiers import Tier
@@ -374,7 +374,7 @@ class StepPatch:
         if not selects:
             if now.is_measured or now.has_peeked:
                 return None
-            if is_shape_known and (self._params.pipeline is not None or not properties.has_allocator_stats()):
+            if is_shape_known and (self._params.pipeline is not None or not planned_device().has_allocator_stats):
                 return None
         try:
             peeked = PeekedBatches(iterator, self.model.steps_per_execution)
@@ -453,7 +453,7 @@ class StepPatch:
         if key not in now.importers:
             # Not under `tf.init_scope`, which would pause the gradient tapes of the step.
             now.importers[key] = self._rewrite(specs, tf.nest.map_structure(self._open_spec, data))
-            if not now.is_measured and properties.has_allocator_stats():
+            if not now.is_measured and planned_device().has_allocator_stats:
                 for tier in now.importers[key][0].tiers:
                     watch_tier(tier)
         importer, planned = now.importers[key]

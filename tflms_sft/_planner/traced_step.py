@@ -23,6 +23,7 @@ from rewriters.estimates.loop_memory import IterationModelCache
 from rewriters.estimates.op_cost import NOMINAL, CostModel, MachineRates, sum_in_order
 from rewriters.estimates.unmodelled import unmodelled
 from rewriters.ir import tf_internals
+from rewriters.ir.device_model import DeviceModel
 from rewriters.ir.graph import Graph, Node, Tensor
 from rewriters.ir.graph_pass import run_pass
 from rewriters.scheduling.updates_after_reads import RunUpdatesAfterReads
@@ -115,13 +116,18 @@ class TracedStep:
     prepared: dict[Hashable, GraphAnalysis] = dataclasses.field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        self.loop_memory = IterationModelCache(self.files)
+        self.loop_memory = IterationModelCache(self.device, self.files)
 
     def use_rates(self, rates: MachineRates) -> None:
         """Set the rates of the machine, and drop the cached times that depend on them."""
         self.rates = rates
         for name in ("costs", "seconds"):
             self.__dict__.pop(name, None)
+
+    @property
+    def device(self) -> DeviceModel:
+        """The device that the step is planned for."""
+        return self.analysis.graph.device
 
     @property
     def fixed_bytes(self) -> int:
