@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 from tensorflow.core.protobuf import device_properties_pb2, rewriter_config_pb2
 
-from rewriters.device.cards import Card
 from rewriters.device.gpu_kernels import SWITCHED_OFF
 from rewriters.ir import tf_internals
+from rewriters.ir.device_model import Card
 
 OPTIMIZERS = tuple(
     field.name

@@ -246,7 +246,7 @@ def train(*, net: str, image_size: int, batch: int, option: Option, steps: int, 
     """Train for some steps after a first one; return their times and peaks, and the predictions."""
     import tensorflow as tf
 
-    from rewriters.device import properties
+    from rewriters.ir.device_detection import planned_device
 
     plain = _nets.TASKS[net].step(image_size, batch)
     step = rewritten(plain, option)
@@ -255,11 +255,11 @@ def train(*, net: str, image_size: int, batch: int, option: Option, steps: int, 
     float(run(images, labels))
     seconds, peaks = [], []
     for _ in range(steps):
-        tf.config.experimental.reset_memory_stats(properties.name())
+        tf.config.experimental.reset_memory_stats(planned_device().name)
         began = time.perf_counter()
         float(run(images, labels))
         seconds.append(time.perf_counter() - began)
-        peaks.append(tf.config.experimental.get_memory_info(properties.name())["peak"])
+        peaks.append(tf.config.experimental.get_memory_info(planned_device().name)["peak"])
         emit({"seconds": seconds[-1], "peak_bytes": peaks[-1]})
     plan = step.plan
     return {

@@ -63,11 +63,12 @@ def planned(*, network: str, image_size: int, card: str, tf32: bool, emit: _chil
 
     import tflms_sft
     from benchmarks import _nets
-    from rewriters.device.cards import CARDS, planning_for
+    from rewriters.device.cards import CARDS
+    from rewriters.ir.device_model import planning_for
 
     tf.config.experimental.enable_tensor_float_32_execution(tf32)
     step = _nets.TASKS[network].step(image_size, 1)
-    with planning_for(CARDS[card]):
+    with planning_for(CARDS[card].device_model):
         budget = tflms_sft.AutoParams(CARDS[card].memory_limit)
         try:
             plan = tflms_sft.rewrite(step, budget, *step.input_signature).plan

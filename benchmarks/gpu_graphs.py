@@ -134,8 +134,9 @@ def measure(*, net: str, dtype: str, plan: str, emit: _child.Emit) -> Figures:
     import tensorflow as tf
 
     import tflms_sft
-    from rewriters.device.cards import CARDS, planning_for
-    from rewriters.ir.graph import from_concrete_function
+    from rewriters.device.cards import CARDS
+    from rewriters.ir.device_model import planning_for
+    from rewriters.ir.graph_reader import from_concrete_function
 
     if plan == "pipeline":
         configuration = [tf.config.LogicalDeviceConfiguration()] * 2
@@ -157,7 +158,7 @@ def measure(*, net: str, dtype: str, plan: str, emit: _child.Emit) -> Figures:
     data: tuple[Any, ...] = ()
     if plan == "pipeline":  # Micro-batches need a trace for any batch size.
         step, data = tf.function(step.python_function, autograph=False), task.noise(size, BATCH)
-    with planning_for(CARDS[CARD]):
+    with planning_for(CARDS[CARD].device_model):
         if plan == "original":
             function, headline, peak = step.get_concrete_function(), "", None
         else:

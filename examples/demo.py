@@ -175,7 +175,7 @@ def default_cap(idle: int, budget: int, unfolds: bool) -> int:
 
 def _apply_limits(model: Any, budget: int | None, cap: int | str | None, emit: _child.Emit) -> tuple[int, int | None]:
     """Fills in the defaults, tells the parent, and sets the cap."""
-    from rewriters.device import properties
+    from rewriters.ir.device_detection import planned_device
 
     fixed = 4 * sum(math.prod(v.shape) for v in [*model.weights, *model.optimizer.variables])
     activations = 4 * sum(math.prod(layer.output.shape[1:]) for layer in model.layers)
@@ -184,7 +184,7 @@ def _apply_limits(model: Any, budget: int | None, cap: int | str | None, emit: _
         gradients = 4 * sum(math.prod(weight.shape) for weight in model.trainable_weights)
         budget = default_budget(fixed, gradients, activations)
     if cap == "default":
-        cap = default_cap(idle, budget, properties.unfolds_convolutions())
+        cap = default_cap(idle, budget, planned_device().unfolds_convolutions)
     if cap is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (int(cap), int(cap)))
     emit({"budget": budget, "cap": cap, "idle": idle, "idle_rss": _child.status_bytes("VmRSS")})

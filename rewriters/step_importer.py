@@ -8,8 +8,9 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from rewriters.ir import tf_internals
-from rewriters.ir.graph import Graph, Tensor, from_concrete_function
+from rewriters.ir.graph import Graph, Tensor
 from rewriters.ir.graph_pass import check_legal
+from rewriters.ir.graph_reader import from_concrete_function
 from rewriters.ir.legality import Stage
 from rewriters.swapping.tiers import Tier
 

@@ -1,3 +1,4 @@
+import contextlib
 import gc
 import os
 import pathlib
@@ -13,19 +14,14 @@ os.environ.setdefault("TFLMS_SFT_PLAN_CACHE", "off")
 import keras
 import pytest
 import tensorflow as tf
+from devices import NO_CACHES, planning_with
 from long_tests import mark_long
 
-from rewriters.device import kernel_scratch
 from rewriters.ir import graph_pass
 from tflms_sft._util import progress
 
 # On a busy machine a progress line would appear among the lines that tests compare.
 progress.SLOW_SECONDS = 600.0
-
-# Scratch memory of convolution gradients is as large as a cache, 30 MiB: about one test in twenty has a network so
-# small that neither tiles nor swaps could then lower its peak. `CACHES` has the real values.
-CACHES = kernel_scratch.L3_BYTES, kernel_scratch.last_level_cache
-kernel_scratch.L3_BYTES, kernel_scratch.last_level_cache = 0, lambda: 0
 
 # Checks of passes that are too slow for users: that no pass edits its input, and the order of stateful ops.
 graph_pass.FULL_CHECKS = True
@@ -47,6 +43,24 @@ def pytest_collection_modifyitems(session, items):
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and not tf.config.list_physical_devices("GPU"):
         pytest.skip("needs a GPU")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_caches():
+    """Plan for a device whose kernels take little scratch memory.
+
+    Scratch memory of convolution gradients is as large as a cache, 30 MiB: about one test in twenty has a network so
+    small that neither tiles nor swaps could then lower its peak.
+    """
+    with planning_with(**NO_CACHES):
+        yield
+
+
+@pytest.fixture
+def plan_with():
+    """Return a function that replaces facts of the planned device until the test ends, as `planning_with` does."""
+    with contextlib.ExitStack() as stack:
+        yield lambda **facts: stack.enter_context(planning_with(**facts))
 
 
 @pytest.fixture(autouse=True)

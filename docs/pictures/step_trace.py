@@ -10,8 +10,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from rewriters.device import properties
-from rewriters.device.allocator import Allocator
+from rewriters.device.allocator import Allocator, pools
 from rewriters.device.peak_memory import Action, AllocationEvent, graph_schedule, with_delayed_frees
 from rewriters.emission.tile_pass import SegmentPlan, loop_nodes, tile_skeleton
 from rewriters.estimates.loop_memory import IterationModel, Tile
@@ -61,7 +60,7 @@ def step_trace(traced: TracedStep, plans: Sequence[SegmentPlan] = ()) -> list[Mo
     }
     trace = graph_schedule(graph, tile_loops.keys(), traced.batch, traced.variables)
     candidates = []
-    for pool in properties.pools(sum(trace.held) + max(event.num_bytes for event in trace.events)):
+    for pool in pools(trace.device, sum(trace.held) + max(event.num_bytes for event in trace.events)):
         for num_bytes in trace.held:
             pool.allocate(num_bytes)
         pool.map(trace.folded_bytes)
@@ -83,7 +82,7 @@ class _LoopTrace:
         self.tiles: list[Tile] = list(itertools.product(*map(range, tile_loop.grid.spatial)))
         if tile_loop.order.value < 0:
             self.tiles.reverse()
-        model = IterationModel(tile_loop)
+        model = IterationModel(tile_loop, traced.device)
         self.events = {tile: model.events(tile, traced.batch) for tile in self.tiles}
         in_loop = {node.name: traced.costs.op_in_loop(tile_loop, node) for node in tile_loop.body}
         # Copies between tiles and full-size tensors, and savings by concurrency, are shared among the ops.

@@ -22,7 +22,6 @@ import numpy as np
 from rewriters.ir import op_traits, tf_internals
 from rewriters.ir.graph import LOOPS, Graph, Node, Tensor
 from rewriters.ir.static_values import constant, is_inexact
-from rewriters.ir.variables import may_write_variable, variable_handles
 from rewriters.rules.elementwise import Pointwise
 from rewriters.rules.registry import registered
 
@@ -296,8 +295,8 @@ def update_descendants(order: list[Node], update: set[Node]) -> set[Node]:
     for node in order:
         through_variable = any(
             before in descendants
-            and may_write_variable(before)
-            and not set(variable_handles(before)).isdisjoint(variable_handles(node))
+            and before.may_write_variable
+            and not set(before.variable_handles).isdisjoint(node.variable_handles)
             for before in node.control_inputs
         )
         if node in update or through_variable or any(t.node in descendants for t in node.inputs):

@@ -19,7 +19,7 @@ from rewriters.analysis.autodiff_roles import (
 from rewriters.errors import NotTileableError, RewriteError
 from rewriters.ir.graph import LOOPS, Graph, Node, Tensor, ancestors
 from rewriters.ir.graph_pass import PassError
-from rewriters.ir.inlining import is_xla_call
+from rewriters.ir.graph_reader import is_xla_call
 from rewriters.ir.static_values import StaticEvaluator
 from rewriters.ir.symbolic_dims import SymbolicDim
 from rewriters.rules import catalogue
@@ -146,7 +146,7 @@ class GraphAnalysis:
     def view(self, node: Node) -> OpView:
         """Return a node in the form that rules read."""
         if node not in self._views:
-            self._views[node] = OpView(node, self.evaluate, self.layouts)
+            self._views[node] = OpView(node, self.evaluate, self.layouts, self.graph.device)
         return self._views[node]
 
     def extents(self, tensor: Tensor) -> tuple[int | None, ...] | None:
@@ -195,9 +195,12 @@ class GraphAnalysis:
         return sorted(nodes, key=self.position.__getitem__)
 
     def mark_roles(self) -> None:
-        """Set the roles in the metadata of the ops."""
+        """Set the roles in the metadata of the ops; what the update alone reads is part of it, as learning rates."""
         update = update_nodes(self.graph, self.order, self.backward)
-        for node in self.order:
+        for node in reversed(self.order):
+            readers = self.successors[node]
+            if node not in self.backward and readers and not node.stateful and all(r in update for r in readers):
+                update.add(node)
             role = "update" if node in update else "backward" if node in self.backward else "forward"
             node.metadata = dataclasses.replace(node.metadata, role=role)
 

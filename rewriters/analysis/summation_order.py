@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rewriters.analysis.graph_analysis import GraphAnalysis
-from rewriters.device.properties import forwards_input_buffer
+from rewriters.device.op_buffers import forwards_input_buffer
 from rewriters.ir.graph import Node, Tensor
 from rewriters.ir.op_traits import Trait, ops_with
 

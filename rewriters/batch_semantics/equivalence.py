@@ -22,7 +22,6 @@ from rewriters.batch_semantics.interpreter import BatchInterpreter, draws
 from rewriters.batch_semantics.trace_comparison import TraceComparison
 from rewriters.ir.graph import Node, Tensor, ancestors, predecessors, producers
 from rewriters.ir.static_values import is_inexact
-from rewriters.ir.variables import may_write_variable, variable_handles
 from rewriters.pipelining.step_partition import StepPartition
 
 __all__: list[str] = []
@@ -94,7 +93,7 @@ class EquivalenceReport:
         for_metrics = self._ancestors(added_to_metrics) - results
         anywhere = {*results, *for_metrics, *writers}
         cross_sample = [n for n in interpreter.cross_sample if n in results]
-        updated = {h for node in parts.update if may_write_variable(node) for h in variable_handles(node)}
+        updated = {h for node in parts.update if node.may_write_variable for h in node.variable_handles}
         self.cross_sample = [n for n in cross_sample if n not in analysis.backward] or cross_sample
         self.inexact_variables = [(h, node) for h, node in self._inexact.items() if h not in updated]
         self.inexact_metrics = [*(n for n in interpreter.cross_sample if n in for_metrics), *inexact_metrics]
@@ -147,8 +146,8 @@ class EquivalenceReport:
         """Return the ops that write each carried variable, by its handle."""
         writers: dict[Tensor, list[Node]] = {}
         for node in self._analysis.order:
-            if node in self._parts.per_micro_batch and may_write_variable(node):
-                for handle in variable_handles(node):
+            if node in self._parts.per_micro_batch and node.may_write_variable:
+                for handle in node.variable_handles:
                     if handle in self._parts.carried_variables:
                         writers.setdefault(handle, []).append(node)
         return writers
@@ -187,7 +186,7 @@ class EquivalenceReport:
     def _reads(self, tensors: Sequence[Tensor]) -> list[tuple[Node, Tensor]]:
         """Return the ops, with handles, that read carried variables which values depend on, other than by draws."""
         before = self._analysis.sorted(self._ancestors(tensors, through_draws=False))
-        return [(n, h) for n in before if n.outputs for h in variable_handles(n) if h in self._writers]
+        return [(n, h) for n in before if n.outputs for h in n.variable_handles if h in self._writers]
 
     def _check_reads(self, leaving: Sequence[Tensor]) -> None:
         """Check that no value that leaves micro-batches depends on a variable between the writes of two of them.

@@ -32,7 +32,6 @@ from rewriters.batch_semantics.trace_comparison import BatchAxis, TraceCompariso
 from rewriters.ir.graph import BRANCHES, Node, Tensor
 from rewriters.ir.op_traits import Trait, ops_with
 from rewriters.ir.static_values import is_inexact
-from rewriters.ir.variables import variable_handles
 from rewriters.pipelining.step_partition import StepPartition, data_independent_ops
 from rewriters.rules.elementwise import ELEMENTWISE
 
@@ -103,7 +102,7 @@ class BatchInterpreter:
         if any(self.values[size].kind not in DATA_INDEPENDENT for size in sizes):
             self.cross_sample[node] = None  # Data decide a size or a position.
         operands = [AbstractValue() if p in shapes else self._operand(node, t) for p, t in enumerate(node.inputs)]
-        if any(h in self._carried for h in variable_handles(node)):
+        if any(h in self._carried for h in node.variable_handles):
             return [AbstractValue() for _ in outs]
         op = BatchOp(self.analysis, self.sizes, node=node, values=operands)
         return self._draw(op) if draws(node) else self._transfer(op)

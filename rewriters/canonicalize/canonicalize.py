@@ -1,7 +1,7 @@
 """Canonicalization: makes a traced graph uniform and small before it is analysed.
 
-1. Inlines called functions (`inlining.py`), so that rules see ops. Of functions that XLA compiles, inlines those with
-   grouped convolutions alone, and expands these (`expand_grouped_conv.py`). Expands fused batch normalisation
+1. Inlines called functions (`graph_reader.py`), so that rules see ops. Of functions that XLA compiles, inlines those
+   with grouped convolutions alone, and expands these (`expand_grouped_conv.py`). Expands fused batch normalisation
    (`expand_fused_batch_norm.py`).
 2. Drops dead nodes: traces contain gradients that no op reads.
 3. Bypasses `IdentityN`, the wrapper of every `custom_gradient`.
@@ -47,9 +47,9 @@ from rewriters.canonicalize.merge_constants import MergeConstants
 from rewriters.device.loop_lists import add_loop_facts
 from rewriters.errors import RewriteError
 from rewriters.ir import tf_internals
-from rewriters.ir.graph import Graph, Metadata, Node, Tensor, from_concrete_function, predecessors
+from rewriters.ir.graph import Graph, Metadata, Node, Tensor, predecessors
 from rewriters.ir.graph_pass import GraphPass, PassResult, record_state, run_pass
-from rewriters.ir.inlining import inline_calls, is_call, is_xla_call
+from rewriters.ir.graph_reader import from_concrete_function, inline_calls, is_call, is_xla_call
 from rewriters.ir.static_values import StaticEvaluator, constant, int_constant, type_attr
 from rewriters.rules.reduction import REDUCTIONS
 
@@ -96,8 +96,8 @@ def read_canonical(
     graph = from_concrete_function(concrete_fn)
     _mark_layers(graph, layer_of)
     record_state(graph, "traced", "The graph that TensorFlow traced.")
+    _step(graph, Graph.prune)
     history = graph.history
-    graph.prune()
     if any(
         is_call(node) or is_xla_call(node) or expand_fused_batch_norm.is_fused(node) for node in graph.nodes.values()
     ):
@@ -109,7 +109,7 @@ def read_canonical(
         graph.prune()
         _mark_layers(graph, layer_of)
         graph.history = history
-        record_state(graph, "inline_calls", "Inlining of called functions, and expansion of fused ops.")
+        record_state(graph, "inline_calls", "Inline called functions, expand fused ops, and remove dead ops.")
     graph.sizes = sizes or {}
     graph = canonicalize_graph(graph, mode)
     if merge_constants:

@@ -15,9 +15,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from rewriters.device import properties
 from rewriters.ir.graph import Graph, Node, Tensor
-from rewriters.ir.inlining import inline_calls
+from rewriters.ir.graph_reader import inline_calls
 from rewriters.ir.op_traits import Trait, ops_with
 from rewriters.ir.static_values import int_constant, type_attr
 
@@ -112,11 +111,10 @@ def _replace_grouped(graph: Graph) -> list[str]:
     Returns:
         Names of convolutions with unknown groups, and of those that other ops still need.
     """
-    on_cpu = properties.name().startswith("CPU")
     mapping: dict[Tensor, Tensor] = {}
     unknown: list[str] = []
     for node in [node for node in graph.nodes.values() if node.op in _CONVOLUTIONS]:
-        if not _is_plain(node.attrs) or (not on_cpu and "CPU" not in node.device.upper()):
+        if not _is_plain(node.attrs) or (graph.device.is_gpu and "CPU" not in node.device.upper()):
             continue
         groups = _groups(node)
         if groups is None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from rewriters.ir.device_model import DeviceModel
 from rewriters.ir.graph import PER_PIXEL, Graph, Node, Tensor
 from rewriters.rules.elementwise import run_per_pixel
 
@@ -25,7 +26,7 @@ def add_per_pixel_call(graph: Graph, near: Node, operands: Sequence[Tensor], out
     """
     shapes = [(*[None] * (len(tensor.shape or ()) - 1), *(tensor.shape or ())[-1:]) for tensor in operands]
     specs = tuple(tf.TensorSpec(shape, t.dtype) for shape, t in zip(shapes, operands, strict=True))
-    definition = _definition(near.kernel, specs)
+    definition = _definition(near.kernel, specs, graph.device)
     if all(known.signature.name != definition.signature.name for known in graph.library.function):
         graph.library.function.append(definition)
     values = tf.compat.v1.AttrValue.ListValue
@@ -39,7 +40,7 @@ def add_per_pixel_call(graph: Graph, near: Node, operands: Sequence[Tensor], out
 
 
 @functools.cache
-def _definition(kernel: str, specs: tuple[tf.TensorSpec, ...]) -> Any:
-    """Return the function that runs a kernel on operands of some shapes; graphs share it."""
-    function = tf.function(lambda *images: run_per_pixel(kernel, *images), autograph=False)
+def _definition(kernel: str, specs: tuple[tf.TensorSpec, ...], device: DeviceModel) -> Any:
+    """Return the function that runs a kernel on operands of some shapes on a device; graphs share it."""
+    function = tf.function(lambda *images: run_per_pixel(kernel, device, *images), autograph=False)
     return function.get_concrete_function(*specs).function_def

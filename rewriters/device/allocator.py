@@ -9,12 +9,18 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+from collections.abc import Iterator
 from random import Random
 from typing import Any, Protocol
+
+from rewriters.ir.device_model import DeviceModel
 
 __all__: list[str] = []
 
 MIB = 2**20
+
+POOL_STATES = 6
+"""States of a growing pool that are tried; their peaks differ by a third."""
 
 
 class Allocator(Protocol):
@@ -201,3 +207,26 @@ class BestFitAllocator:
 
     def _forget(self, chunk: _Chunk) -> None:
         del self._free[bisect.bisect_left(self._free, (chunk.size, chunk.address))]
+
+
+def empty_pool(device: DeviceModel, limit: int = BestFitAllocator.UNLIMITED_BYTES) -> Allocator:
+    """Return a model of a device's empty memory.
+
+    A device with statistics has TensorFlow's best-fit allocator; otherwise memory comes from the C library. A GPU takes
+    all of its memory in one region unless memory growth is on.
+
+    Args:
+        device: The device.
+        limit: Bytes of the best-fit allocator.
+    """
+    if not device.has_allocator_stats or device.maps_pages:
+        return ExactAllocator()
+    return BestFitAllocator(device.grows, device.min_counted_bytes, limit)
+
+
+def pools(device: DeviceModel, scale: int) -> Iterator[Allocator]:
+    """Yield models of the memory in states that work of about `scale` bytes may leave, empty ones first."""
+    first = empty_pool(device)
+    yield first
+    if isinstance(first, BestFitAllocator) and device.grows:
+        yield from (BestFitAllocator.used(number, scale, device.min_counted_bytes) for number in range(1, POOL_STATES))

@@ -2,55 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
-import dataclasses
-from collections.abc import Iterator
+from rewriters.ir.device_model import Card
 
 __all__: list[str] = []
 
-GIB, MIB = 2**30, 2**20
-
-CONTEXT_BYTES = 400 * MIB
-"""Memory that the CUDA context and its libraries take, which no tensor can use; 300 to 600 MiB on most cards."""
-
-_RESERVED_MIB = ((6, 500), (7, 1050), (8, 1536), (99, 1800))
-"""MiB that TensorFlow leaves to the system, up to a major compute capability
-(tensorflow/core/common_runtime/gpu/gpu_device.cc, MinSystemMemory)."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Card:
-    """Data sheet of a graphics card.
-
-    Attributes:
-        name: Name in `--device-model`.
-        title: Name of the product.
-        compute_capability: Version of its instructions, such as 8.6.
-        memory_bytes: Memory of the card.
-        memory_rate: Bytes/s between its memory and its cores.
-        host_rate: Bytes/s between its memory and the host, in one direction.
-        float32: Floating point operations/s in float32.
-        float64: Floating point operations/s in float64, without tensor cores.
-        tf32: Operations/s of its tensor cores, without sparsity, on float32 rounded to 10 bits; 0 without such cores.
-    """
-
-    name: str
-    title: str
-    compute_capability: float
-    memory_bytes: int
-    memory_rate: float
-    host_rate: float
-    float32: float
-    float64: float
-    tf32: float = 0.0
-
-    @property
-    def memory_limit(self) -> int:
-        """Return the bytes that TensorFlow allocates on the card if nothing else uses it."""
-        reserved = next(mib for major, mib in _RESERVED_MIB if int(self.compute_capability) <= major)
-        return self.memory_bytes - CONTEXT_BYTES - reserved * MIB
-
+GIB = 2**30
 
 _PCIE_3, _PCIE_4, _PCIE_5 = 15.75e9, 31.5e9, 63e9
 """Bytes/s of 16 lanes in one direction."""
@@ -124,21 +80,3 @@ def nearest_card(compute_capability: float) -> Card:
         return abs(generations), abs(card.compute_capability - compute_capability)
 
     return min(CARDS.values(), key=distance)
-
-
-_planned: contextvars.ContextVar[Card | None] = contextvars.ContextVar("planned card", default=None)
-
-
-def planned_card() -> Card | None:
-    """Return the card that plans are made for; `None` for a device of this machine."""
-    return _planned.get()
-
-
-@contextlib.contextmanager
-def planning_for(card: Card) -> Iterator[None]:
-    """Plan for a card that need not be in this machine, within this context."""
-    token = _planned.set(card)
-    try:
-        yield
-    finally:
-        _planned.reset(token)

@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import tensorflow as tf
 
-from rewriters.device import properties
 from rewriters.ir import tf_internals
+from rewriters.ir.device_detection import planned_device
+from rewriters.ir.device_model import DeviceModel
 from rewriters.ir.graph import Node
 from rewriters.ir.op_traits import Trait, ops_with
 
@@ -39,15 +40,17 @@ _WINOGRAD_FILTERS = 16
 _DEFAULT_WORKSPACE_MIB = 4096
 
 
-def computes_channels_last(dtype: tf.DType) -> bool:
+def computes_channels_last(dtype: tf.DType, device: DeviceModel) -> bool:
     """Return whether cuDNN convolves tensors of a type as TensorFlow stores them, with channels last."""
-    capability = properties.compute_capability()
+    capability = device.compute_capability
     if dtype == tf.float32:
         return capability >= _AMPERE and tf.config.experimental.tensor_float_32_execution_enabled()
     return (dtype == tf.float16 and capability >= _VOLTA) or (dtype == tf.bfloat16 and capability >= _AMPERE)
 
 
-def convolution_scratch(node: Node, image: int, windows: int, sizes: Sequence[int], *, is_padded: bool) -> int:
+def convolution_scratch(
+    node: Node, image: int, windows: int, sizes: Sequence[int], device: DeviceModel, *, is_padded: bool
+) -> int:
     """Return the scratch bytes of a convolution or of a gradient of one on a GPU.
 
     Args:
@@ -55,6 +58,7 @@ def convolution_scratch(node: Node, image: int, windows: int, sizes: Sequence[in
         image: Bytes of the images that windows slide over, in a loop those of a tile.
         windows: Bytes of the images with one pixel per window.
         sizes: Filter shape, taps first.
+        device: The GPU.
         is_padded: Whether the images have their padding already.
     """
     dtype, taps = node.outputs[0][0], sizes[:-2]
@@ -62,7 +66,7 @@ def convolution_scratch(node: Node, image: int, windows: int, sizes: Sequence[in
     if math.prod(taps) == 1 and math.prod(strides) == 1:
         return 0  # A matrix product.
     is_filter_gradient = node.op in _FILTER_GRADIENTS
-    channels_last = computes_channels_last(dtype)
+    channels_last = computes_channels_last(dtype, device)
     size = math.prod(sizes) * dtype.size
     if not channels_last:
         size += image + windows
@@ -88,17 +92,12 @@ def workspace_limit() -> int:
         return _DEFAULT_WORKSPACE_MIB * 2**20
 
 
-@contextlib.contextmanager
-def without_gpu_optimizers() -> Iterator[None]:
-    """Switch TensorFlow's layout optimizer, remapper and memory optimizer off on a GPU, for functions called within.
+def without_gpu_optimizers() -> contextlib.AbstractContextManager[None]:
+    """Return a context whose functions run without layout optimizer, remapper and memory optimizer on a GPU.
 
     With channels first the layout optimizer adds transposes around tile loops and in their bodies. The remapper fuses
     convolutions with their bias and activation, and the fused kernel transposes image and result
     (tensorflow/core/kernels/conv_ops_fused_impl.h). No plan counts these copies, which are as large as the tiles. If
     its own estimate exceeds the memory of the GPU, the memory optimizer swaps more tensors, also those of loops.
     """
-    if not properties.name().startswith("GPU"):
-        yield
-        return
-    with tf_internals.functions_without(SWITCHED_OFF):
-        yield
+    return tf_internals.functions_without(SWITCHED_OFF) if planned_device().is_gpu else contextlib.nullcontext()

@@ -23,11 +23,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from rewriters.device import properties
 from rewriters.errors import RewriteError
 from rewriters.ir import tf_internals
-from rewriters.ir.graph import BRANCHES, LOOPS, Graph, Node, Tensor, from_concrete_function, shape_bytes
-from rewriters.ir.inlining import is_call, is_xla_call
+from rewriters.ir.graph import BRANCHES, LOOPS, Graph, Node, Tensor, shape_bytes
+from rewriters.ir.graph_reader import from_concrete_function, is_call, is_xla_call
 from rewriters.ir.loop_bodies import branches_of, called_function, function_of
 from rewriters.ir.op_traits import Trait, ops_with
 
@@ -187,9 +186,9 @@ def gpu_kernel(node: Node) -> tf_internals.Kernel | None:
     return None
 
 
-def reads_gpu_memory(node: Node, tensor: Tensor) -> bool:
-    """Return whether plans are for a GPU, and the kernel of an op reads an operand in the GPU's memory."""
-    kernel = gpu_kernel(node) if properties.device_of(node).startswith("GPU") else None
+def reads_gpu_memory(graph: Graph, node: Node, tensor: Tensor) -> bool:
+    """Return whether an op of a graph runs on a GPU, and its kernel reads an operand in the GPU's memory."""
+    kernel = gpu_kernel(node) if graph.device_of(node).startswith("GPU") else None
     if kernel is None:
         return False
     names, _ = tf_internals.argument_names(node.op, node.attrs)

@@ -8,19 +8,15 @@ images that are unfolded concurrently depends on a cache size, not on the batch 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 import math
-import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import tensorflow as tf
 
-from rewriters.device import properties
 from rewriters.device.gpu_kernels import convolution_scratch
+from rewriters.ir.device_model import DeviceModel
 from rewriters.ir.graph import PER_PIXEL, Node, Shape, Tensor
 from rewriters.ir.op_traits import Trait, ops_with
 
@@ -39,14 +35,8 @@ _PRODUCTS = _MATRIX_PRODUCTS | {"Einsum"}
 _VOLUMES = ops_with(Trait.VOLUMETRIC)
 _SOFTMAX = ops_with(Trait.SOFTMAX)
 
-L2_BYTES, L3_BYTES = 256 * 2**10, 30 * 2**20
-"""Cache sizes that the 2-D kernels assume on every machine."""
-
 MAX_UNFOLDING_RATIO = 25
 """Unfolded entries per operand entry above which a 3-D kernel does not unfold."""
-
-_SC_LEVEL2_CACHE_SIZE, _SC_LEVEL3_CACHE_SIZE = 191, 194
-"""Numbers of the sysconf names in the C library; Python does not export them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,12 +56,13 @@ class KernelShape:
     is_tile: bool = False
 
 
-def scratch_bytes(node: Node, call: KernelShape) -> int:
+def scratch_bytes(node: Node, call: KernelShape, device: DeviceModel) -> int:
     """Return the scratch bytes of a convolution, a gradient of one, a pooling gradient or a cross-entropy.
 
     Args:
         node: The op.
         call: Sizes that its kernel runs on, in a loop those of a tile.
+        device: The device.
 
     Returns:
         Bytes; 0 for other ops, and on a GPU for all but convolutions (`op_scratch` adds that of softmax). The gradient
@@ -80,63 +71,64 @@ def scratch_bytes(node: Node, call: KernelShape) -> int:
     """
     if not node.outputs:
         return 0
-    if not properties.name().startswith("CPU"):
+    if device.is_gpu:
         sizes = _filter_sizes(node)
         if sizes is None:
             return 0
         pixel_bytes = call.images * node.outputs[0][0].size
         image, windows = pixel_bytes * call.large * sizes[-2], pixel_bytes * call.small * sizes[-1]
-        return convolution_scratch(node, image, windows, sizes, is_padded=call.is_tile)
+        return convolution_scratch(node, image, windows, sizes, device, is_padded=call.is_tile)
     dtype = node.outputs[0][0]
     if PER_PIXEL in node.attrs:
         return 0 if node.kernel in _SOFTMAX else call.images * call.small * dtype.size
     if node.op == "MaxPoolGrad":
         channels = int((node.outputs[0][1] or (0,))[-1] or 0)
-        return call.images * call.small * channels * (dtype.size + tf.int64.size) if _own(node) else 0
+        return call.images * call.small * channels * (dtype.size + tf.int64.size) if _own(node, device) else 0
     sizes = _filter_sizes(node)
     if sizes is None:
         return 0
-    if _own(node):
-        return unfolded_at_once(node.op, dtype, call, sizes) * dtype.size
+    if _own(node, device):
+        return unfolded_at_once(node.op, dtype, call, sizes, device) * dtype.size
     return math.prod(sizes) * dtype.size if node.op not in _VOLUMES else 0
 
 
-def softmax_scratch(node: Node, result_bytes: int) -> int:
+def softmax_scratch(node: Node, result_bytes: int, device: DeviceModel) -> int:
     """Return the scratch bytes of a softmax with a result of `result_bytes`; 0 for other ops.
 
     On a GPU the kernel allocates two tensors of the result's shape, for maxima and for sums, and uses one entry of each
     row (tensorflow/core/kernels/softmax_op_gpu.cu.cc). Sums have at least 32 bits.
     """
-    if node.kernel not in _SOFTMAX or properties.name().startswith("CPU"):
+    if node.kernel not in _SOFTMAX or not device.is_gpu:
         return 0
     size = node.outputs[0][0].size
     return result_bytes + result_bytes // size * max(size, tf.float32.size)
 
 
-def multiplies_in_single_precision(node: Node) -> bool:
+def multiplies_in_single_precision(node: Node, device: DeviceModel) -> bool:
     """Return whether a product in half precision runs in float32, because the processor has no kernel for its type.
 
     TensorFlow's kernels of matrix products convert their operands (tensorflow/core/kernels/matmul_op_impl.h). That of
     `Einsum` does not, and takes about ten times as long. Loops therefore cast its operands.
     """
-    if node.op not in _PRODUCTS or not node.outputs or not properties.name().startswith("CPU"):
+    if node.op not in _PRODUCTS or not node.outputs or device.is_gpu:
         return False
     dtype = node.outputs[0][0]
-    return dtype in (tf.float16, tf.bfloat16) and _own(node)
+    return dtype in (tf.float16, tf.bfloat16) and _own(node, device)
 
 
-def product_scratch(node: Node, operand_bytes: Sequence[int], result_bytes: int) -> int:
+def product_scratch(node: Node, operand_bytes: Sequence[int], result_bytes: int, device: DeviceModel) -> int:
     """Return the scratch bytes of a matrix product or an `Einsum`; 0 for other ops.
 
     Args:
         node: The op.
         operand_bytes: Bytes of each operand.
         result_bytes: Bytes of the result.
+        device: The device.
 
     Returns:
         Bytes of the copies in float32 of operands and result in half precision, where the kernel computes in it.
     """
-    if not multiplies_in_single_precision(node):
+    if not multiplies_in_single_precision(node, device):
         return 0
     return (sum(operand_bytes) + result_bytes) * tf.float32.size // node.outputs[0][0].size
 
@@ -152,8 +144,8 @@ class ConcurrencyGroup(Generic[T]):
             one.
     """
 
-    def __init__(self, member: Callable[[Node], bool] | None = None) -> None:
-        self._member = takes_memory if member is None else member
+    def __init__(self, member: Callable[[Node], bool]) -> None:
+        self._member = member
         self._gradient: Tensor | None = None
         self._own: list[T] = []
         self._last: list[T] = []
@@ -172,9 +164,9 @@ class ConcurrencyGroup(Generic[T]):
             self._own.append(value)
 
 
-def takes_memory(node: Node) -> bool:
+def takes_memory(node: Node, device: DeviceModel) -> bool:
     """Return whether a gradient runs on a CPU by a kernel of TensorFlow, not oneDNN, with large scratch memory."""
-    return bool(node.outputs) and node.op in _UNFOLDING and properties.name().startswith("CPU") and _own(node)
+    return bool(node.outputs) and node.op in _UNFOLDING and not device.is_gpu and _own(node, device)
 
 
 def is_conv_or_pool_grad(node: Node) -> bool:
@@ -182,48 +174,48 @@ def is_conv_or_pool_grad(node: Node) -> bool:
     return node.op in _UNFOLDING | _DEPTHWISE
 
 
-def unfolds(node: Node) -> bool:
+def unfolds(node: Node, device: DeviceModel) -> bool:
     """Return whether an operation is a convolution gradient with a kernel of TensorFlow's own."""
-    return takes_memory(node) and node.op in _FILTER_GRADIENTS | _INPUT_GRADIENTS
+    return takes_memory(node, device) and node.op in _FILTER_GRADIENTS | _INPUT_GRADIENTS
 
 
-def idle_cores(node: Node, call: KernelShape) -> float:
+def idle_cores(node: Node, call: KernelShape, device: DeviceModel) -> float:
     """Return the fraction of idle cores while a gradient kernel copies windows: each image occupies one core."""
     sizes = _filter_sizes(node)
-    if sizes is None or not unfolds(node) or not call.small:
+    if sizes is None or not unfolds(node, device) or not call.small:
         return 0.0
-    at_once = unfolded_at_once(node.op, node.outputs[0][0], call, sizes) // (call.small * math.prod(sizes[:-1]))
-    threads = properties.num_threads()
+    entries = unfolded_at_once(node.op, node.outputs[0][0], call, sizes, device)
+    at_once, threads = entries // (call.small * math.prod(sizes[:-1])), device.intra_op_threads
     return 1 - min(at_once, call.images, threads) / threads if at_once else 0.0
 
 
-def window_bytes(node: Node, call: KernelShape) -> int:
+def window_bytes(node: Node, call: KernelShape, device: DeviceModel) -> int:
     """Return the bytes of all windows that the kernel of a convolution or of its gradient copies in one call.
 
     They are windows of the image. A filter gradient without unfolding has windows of the output gradient, with its
     channels.
     """
     sizes = _filter_sizes(node)
-    if sizes is None or not _own(node):
+    if sizes is None or not _own(node, device):
         return 0
-    channels = sizes[-1] if node.op in _FILTER_GRADIENTS and is_direct(node, call) else sizes[-2]
+    channels = sizes[-1] if node.op in _FILTER_GRADIENTS and is_direct(node, call, device) else sizes[-2]
     return call.images * call.small * math.prod(sizes[:-2]) * channels * node.outputs[0][0].size
 
 
-def is_direct(node: Node, call: KernelShape) -> bool:
+def is_direct(node: Node, call: KernelShape, device: DeviceModel) -> bool:
     """Return whether a gradient kernel does not unfold, as 3-D kernels may, and is slower."""
     sizes = _filter_sizes(node)
-    if sizes is None or not may_be_direct(node):
+    if sizes is None or not may_be_direct(node, device):
         return False
-    return not unfolded_at_once(node.op, node.outputs[0][0], call, sizes)
+    return not unfolded_at_once(node.op, node.outputs[0][0], call, sizes, device)
 
 
-def may_be_direct(node: Node) -> bool:
+def may_be_direct(node: Node, device: DeviceModel) -> bool:
     """Return whether `is_direct` depends on the sizes that the kernel runs on."""
-    return node.op in _VOLUMES - _FORWARD and _own(node)
+    return node.op in _VOLUMES - _FORWARD and _own(node, device)
 
 
-def row_bytes(node: Node) -> int:
+def row_bytes(node: Node, device: DeviceModel) -> int:
     """Return the bytes of a row of the image and of the output gradient that the kernel of a filter gradient reads.
 
     Returns:
@@ -233,7 +225,7 @@ def row_bytes(node: Node) -> int:
     sizes = _filter_sizes(node)
     if node.op not in _FILTER_GRADIENTS or sizes is None or math.prod(sizes[:-2]) == 1:
         return 0
-    if not properties.name().startswith("CPU") or _own(node):
+    if device.is_gpu or _own(node, device):
         return 0
     rows = (node.inputs[0].shape or ())[-2:], (node.inputs[2].shape or ())[-2:]
     return sum(math.prod(int(size or 0) for size in row) for row in rows) * node.outputs[0][0].size
@@ -281,14 +273,14 @@ def may_take_scratch(node: Node) -> bool:
     return node.op in _COUNTED or node.op in _PRODUCTS or node.kernel in _SOFTMAX or PER_PIXEL in node.attrs
 
 
-def op_scratch(node: Node, batch: int) -> int:
-    """Return the scratch bytes of a full-size op."""
+def op_scratch(node: Node, batch: int, device: DeviceModel) -> int:
+    """Return the scratch bytes of a full-size op on a device."""
     if not may_take_scratch(node):
         return 0
     result_bytes = node.out().num_bytes(batch)
     if node.op in _MATRIX_PRODUCTS:
-        return product_scratch(node, [tensor.num_bytes(batch) for tensor in node.inputs], result_bytes)
-    return scratch_bytes(node, full_call(node, batch)) + softmax_scratch(node, result_bytes)
+        return product_scratch(node, [tensor.num_bytes(batch) for tensor in node.inputs], result_bytes, device)
+    return scratch_bytes(node, full_call(node, batch), device) + softmax_scratch(node, result_bytes, device)
 
 
 def slid_over(node: Node) -> int | None:
@@ -296,9 +288,9 @@ def slid_over(node: Node) -> int | None:
     return None if node.op in _INPUT_GRADIENTS else 0
 
 
-def _own(node: Node) -> bool:
+def _own(node: Node, device: DeviceModel) -> bool:
     """Return whether an op runs a kernel of TensorFlow's own."""
-    return properties.unfolds_convolutions() or not properties.onednn_computes(node.outputs[0][0])
+    return device.unfolds_convolutions or not device.onednn_computes(node.outputs[0][0])
 
 
 def _filter_sizes(node: Node) -> list[int] | None:
@@ -309,7 +301,7 @@ def _filter_sizes(node: Node) -> list[int] | None:
     return None if shape is None or None in shape else [int(dim or 1) for dim in shape]
 
 
-def unfolded_at_once(op: str, dtype: tf.DType, call: KernelShape, sizes: Sequence[int]) -> int:
+def unfolded_at_once(op: str, dtype: tf.DType, call: KernelShape, sizes: Sequence[int], device: DeviceModel) -> int:
     """Return the number of entries that TensorFlow's own kernel unfolds concurrently.
 
     Args:
@@ -317,6 +309,7 @@ def unfolded_at_once(op: str, dtype: tf.DType, call: KernelShape, sizes: Sequenc
         dtype: Element type.
         call: Sizes that the kernel runs on.
         sizes: Filter shape, taps first.
+        device: The device.
 
     Returns:
         Entries; 0 for a forward convolution, and for a 3-D kernel that does not unfold.
@@ -325,32 +318,12 @@ def unfolded_at_once(op: str, dtype: tf.DType, call: KernelShape, sizes: Sequenc
     unit = call.small * (row + channels) + row * channels
     if op in _FORWARD or not call.small * call.images * row:
         return 0
-    cache = last_level_cache() if op in _VOLUMES else L3_BYTES
+    cache = device.last_level_cache_bytes if op in _VOLUMES else device.l3_bytes
     alone = op in _INPUT_GRADIENTS and call.images == 1
     if op == "Conv2DBackpropInput":  # One image keeps all threads busy.
-        alone = alone or unit // properties.num_threads() >= L2_BYTES // dtype.size
+        alone = alone or unit // device.intra_op_threads >= device.l2_bytes // dtype.size
     unfolded = (1 if alone else max(-(-(cache // dtype.size) // unit), 1)) * call.small * row
     if op in _VOLUMES:
         operands = call.images * (call.large * sizes[-2] + call.small * channels) + row * channels
         return 0 if unfolded // operands > MAX_UNFOLDING_RATIO else unfolded
     return unfolded
-
-
-@functools.cache
-def last_level_cache() -> int:
-    """Return the bytes of the last-level cache that 3-D kernels assume: the machine's, or a default."""
-    return _cache_bytes(_SC_LEVEL3_CACHE_SIZE) or 2 * 2**20
-
-
-@functools.cache
-def second_level_cache() -> int:
-    """Return the bytes of a core's second-level cache; 0 if they are unknown."""
-    return _cache_bytes(_SC_LEVEL2_CACHE_SIZE)
-
-
-def _cache_bytes(name: int) -> int:
-    """Return the size of a cache by its sysconf name; 0 if it is unknown."""
-    if sys.platform == "linux":  # The number means something else in other C libraries.
-        with contextlib.suppress(OSError, ValueError):
-            return max(os.sysconf(name), 0)
-    return 0

@@ -14,8 +14,8 @@ from collections.abc import Hashable, Mapping, Sequence
 
 import tensorflow as tf
 
-from rewriters.device import properties
 from rewriters.device.kernel_scratch import op_scratch
+from rewriters.device.op_buffers import forwards_input_buffer
 from rewriters.device.peak_memory import (
     Action,
     AllocationEvent,
@@ -274,9 +274,7 @@ def _facts_of_branch(branch: Graph) -> LoopFacts:
 
 def _value_of(tensor: Tensor) -> Tensor:
     """Return the tensor whose buffer a result of a branch is, or holds as an optional."""
-    while tensor.node.op == "OptionalFromValue" or (
-        properties.forwards_input_buffer(tensor.node) and tensor.node.inputs
-    ):
+    while tensor.node.op == "OptionalFromValue" or (forwards_input_buffer(tensor.node) and tensor.node.inputs):
         tensor = tensor.node.inputs[0]
     return tensor
 
@@ -398,7 +396,7 @@ class _LoopReader:
     def _root(self, tensor: Tensor) -> Tensor | int | None:
         """Return the tensor whose buffer an element is: an operand's position, or `None` for a variable or constant."""
         for _ in range(len(self._body.nodes)):
-            while properties.forwards_input_buffer(tensor.node) and tensor.node.inputs:
+            while forwards_input_buffer(tensor.node) and tensor.node.inputs:
                 tensor = tensor.node.inputs[0]
             position = self._position.get(tensor)
             if position is not None:
@@ -513,14 +511,14 @@ def _iteration_sizes(node: Node, batch: int) -> list[int]:
         return []
     body = node.loop.body
     order = body.execution_order()
-    scratch = {inner: op_scratch(inner, batch) + sum(_iteration_sizes(inner, batch)) for inner in order}
+    scratch = {inner: op_scratch(inner, batch, body.device) + sum(_iteration_sizes(inner, batch)) for inner in order}
     appended = [appended_elements(body, index) or () for index in range(len(body.outputs))] if node.op in LOOPS else []
     elements = {tensor for tensors in appended for tensor in tensors if tensor.shape}
 
     def num_bytes(tensor: Tensor) -> int:
         return 0 if tensor.dtype == tf.variant or is_folded(tensor) else tensor.num_bytes(batch)
 
-    events = schedule(order, num_bytes, concurrent_scratch(scratch, order), [*body.outputs, *elements])
+    events = schedule(order, num_bytes, concurrent_scratch(scratch, order, body.device), [*body.outputs, *elements])
     sizes = sizes_at_peak(events)
     if node.op in BRANCHES:
         counted = [num_bytes(tensor) for tensor in {_value_of(t) for t in body.outputs}.difference(body.inputs)]

@@ -15,16 +15,19 @@ fusions of convolutions count here all the same, those of matrix products do not
 from __future__ import annotations
 
 import graphlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from rewriters.device import properties
 from rewriters.ir.graph import Graph, Node, Tensor
 from rewriters.ir.op_traits import Trait, ops_with
 
 __all__: list[str] = []
 
-_MERGE_ROOTS = ops_with(Trait.FUSION_ROOT) - ops_with(Trait.MATRIX_PRODUCT)
-_MERGE_ROOTS |= ops_with(Trait.FUSED_PADDING) | ops_with(Trait.SCALES)
+_FUSION_ROOTS = ops_with(Trait.FUSION_ROOT)
+_EPILOGUES = ops_with(Trait.FUSION_EPILOGUE)
+_PADDING = ops_with(Trait.FUSED_PADDING)
+_SCALES = ops_with(Trait.SCALES)
+
+_MERGE_ROOTS = (_FUSION_ROOTS - ops_with(Trait.MATRIX_PRODUCT)) | _PADDING | _SCALES
 """First ops of merges."""
 
 _GRADIENT_OPERAND = 2
@@ -33,38 +36,58 @@ _GRADIENT_OPERAND = 2
 Consumers = Mapping[Tensor, Sequence[tuple[Node, int]]]
 
 
+def may_fuse_with_consumer(node: Node, reader: Node | None = None) -> bool:
+    """Return whether TensorFlow may fuse an operation with its consumer, such as a convolution and its bias.
+
+    oneDNN fuses regardless of control edges: nodes before the consumer must not wait for the operation.
+    `reader` is its only consumer; any if it is not given.
+    """
+    if node.op in _PADDING:
+        return reader is None or reader.op in _FUSION_ROOTS
+    return node.op in _FUSION_ROOTS | _EPILOGUES and (reader is None or reader.op in _EPILOGUES)
+
+
+def may_move_constant(node: Node, reader: Node | None = None) -> bool:
+    """Return whether TensorFlow may compute the constant factor of an op with that of its only consumer.
+
+    (x * 2) * c becomes x * (2 * c) once c is a constant (`ConstantPushDown` in TensorFlow's constant folding). Ops that
+    wait for the first product then wait for c. `reader` is its only consumer; any if it is not given.
+    """
+    has_constant = node.op in _SCALES and any(tensor.node.op == "Const" for tensor in node.inputs)
+    return has_constant and (reader is None or reader.op in _SCALES)
+
+
 def may_merge(node: Node, reader: Node | None = None) -> bool:
     """Return whether TensorFlow may merge an op into its only consumer; into any consumer if none is given."""
-    return properties.may_fuse_with_consumer(node, reader) or properties.may_move_constant(node, reader)
+    return may_fuse_with_consumer(node, reader) or may_move_constant(node, reader)
 
 
-def bias_gradients(nodes: Iterable[Node], consumers: Consumers) -> list[tuple[Node, Node]]:
+def bias_gradients(graph: Graph, consumers: Consumers) -> list[tuple[Node, Node]]:
     """Return each gradient of a bias with each gradient of a filter that oneDNN may merge it with.
 
     Two layers whose results are added have one gradient, and two pairs each. oneDNN does not merge ops of which one
     waits for the other, and such pairs are left out (`rewriters/scheduling/separate_gradients.py`).
     """
-    if not properties.merges_bias_gradients():
+    if not graph.device.uses_onednn:
         return []
     return [
         (reader, node)
-        for node in nodes
+        for node in graph.nodes.values()
         if node.op == "Conv2DBackpropFilter"
         for reader, _ in consumers[node.inputs[_GRADIENT_OPERAND]]
         if reader.op == "BiasAddGrad" and node not in reader.control_inputs
     ]
 
 
-def merged_ops(nodes: Iterable[Node], consumers: Consumers) -> dict[Node, Node]:
+def merged_ops(graph: Graph, consumers: Consumers) -> dict[Node, Node]:
     """Return for each op that may be merged the op that absorbs it, which another one may absorb in turn.
 
     Args:
-        nodes: The nodes of a graph.
+        graph: The graph.
         consumers: (node, operand position) pairs that read each tensor.
     """
-    nodes = list(nodes)
-    merged = dict(bias_gradients(nodes, consumers))
-    for node in nodes:
+    merged = dict(bias_gradients(graph, consumers))
+    for node in graph.nodes.values():
         if node.op not in _MERGE_ROOTS:
             continue
         while node not in merged and len(node.outputs) == 1:
@@ -78,7 +101,7 @@ def merged_ops(nodes: Iterable[Node], consumers: Consumers) -> dict[Node, Node]:
 
 def cycle_of_merged(graph: Graph) -> list[str]:
     """Return the names of up to eight ops of a cycle that TensorFlow's merges would close; empty without one."""
-    merged = merged_ops(graph.nodes.values(), graph.consumers())
+    merged = merged_ops(graph, graph.consumers())
 
     def kernel(node: Node) -> Node:
         while node in merged:
@@ -91,7 +114,7 @@ def cycle_of_merged(graph: Graph) -> list[str]:
             continue
         merged_kernel = kernel(node)
         # An op that waits for a product with a constant waits for nothing once that is moved.
-        waits_for = [control for control in node.control_inputs if not properties.may_move_constant(control)]
+        waits_for = [control for control in node.control_inputs if not may_move_constant(control)]
         for before in (*(tensor.node for tensor in node.inputs), *waits_for):
             if kernel(before) is not merged_kernel:
                 waits.setdefault(merged_kernel, set()).add(kernel(before))

@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from rewriters.device import properties
-from rewriters.device.allocator import Allocator
+from rewriters.device.allocator import Allocator, empty_pool, pools
 from rewriters.device.kernel_scratch import op_scratch
+from rewriters.device.op_buffers import allocates, forwards_input_buffer, may_run_in_place
+from rewriters.ir.device_model import DeviceModel
 from rewriters.ir.graph import IN_FILES, LOOPS, Graph, Node, Tensor, predecessors
 from rewriters.ir.loop_bodies import folded_tensors, is_folded
 from rewriters.ir.op_traits import Trait, ops_with
@@ -136,7 +137,7 @@ class _Scheduler:
             buffer, reusable = self._buffer(node, tensor, reusable)
             buffer.uses += self._reads.get(tensor, 0)
             self._buffers[tensor] = buffer
-        if properties.allocates(node):
+        if allocates(node):
             self.events.append(AllocationEvent(Action.RUN, -1, sum(scratch), node.name, scratch))
         needed = _needed(node)
         for tensor in needed:
@@ -167,7 +168,7 @@ class _Scheduler:
             return reusable, None
         # A loop fills its lists even if nobody reads them; its other unread results count with its iterations.
         unread = not self._reads.get(tensor) and node.op in LOOPS and tensor.dtype != tf.variant
-        silent = unread or not properties.allocates(node)
+        silent = unread or not allocates(node)
         foreign = node.op in _PYTHON_CALLS
         buffer = _Allocation(next(self._keys), 0 if silent else self._num_bytes(tensor), foreign)
         if buffer.num_bytes:
@@ -196,18 +197,18 @@ class _Scheduler:
         buffer = self._buffers.get(before)
         ends = buffer is not None and buffer.uses == node.inputs.count(before) == 1 and not buffer.foreign
         is_same = ends and buffer is not None and buffer.num_bytes == self._num_bytes(tensor)
-        return buffer if is_same and properties.allocates(before.node) else None
+        return buffer if is_same and allocates(before.node) else None
 
     def _reusable(self, node: Node) -> _Allocation | None:
         """Return the buffer of an operand that ends here and that the op may overwrite."""
-        if not properties.may_run_in_place(node):
+        if not may_run_in_place(node):
             return None
         wanted = self._num_bytes(node.out())
         for tensor in node.inputs:
             buffer = self._buffers.get(tensor)
             if buffer is None or buffer.uses != node.inputs.count(tensor) or buffer.num_bytes != wanted:
                 continue
-            if properties.allocates(tensor.node) and not buffer.foreign:
+            if allocates(tensor.node) and not buffer.foreign:
                 return buffer
         return None
 
@@ -222,7 +223,7 @@ def _needed(node: Node) -> list[Tensor]:
 
 def _source(tensor: Tensor) -> Node:
     node = tensor.node
-    while properties.forwards_input_buffer(node) and node.inputs:
+    while forwards_input_buffer(node) and node.inputs:
         node = node.inputs[0].node
     return node
 
@@ -232,7 +233,7 @@ def schedule(
     num_bytes: Callable[[Tensor], int],
     scratch: Mapping[Node, tuple[int, ...]],
     keep: Iterable[Tensor] = (),
-    alias: Callable[[Node], bool] = properties.forwards_input_buffer,
+    alias: Callable[[Node], bool] = forwards_input_buffer,
 ) -> list[AllocationEvent]:
     """Return the allocation events of ops that run in a given order.
 
@@ -418,12 +419,14 @@ class AllocationTrace:
         late: Events with delayed frees, for two concurrent ops (`with_delayed_frees`).
         held: Bytes of each tensor that lives throughout: variables and arguments.
         folded_bytes: Bytes of tensors that constant folding fills once and never frees.
+        device: The device.
     """
 
     events: list[AllocationEvent]
     late: list[AllocationEvent]
     held: list[int]
     folded_bytes: int
+    device: DeviceModel
 
 
 def graph_schedule(
@@ -456,16 +459,14 @@ def graph_schedule(
         return tensor.num_bytes(batch)
 
     def alias(node: Node) -> bool:
-        return (
-            properties.forwards_input_buffer(node) and node not in away and not any(t.node in away for t in node.inputs)
-        )
+        return forwards_input_buffer(node) and node not in away and not any(t.node in away for t in node.inputs)
 
     order = graph.execution_order(slow, seconds) if order is None else order
-    scratch = concurrent_scratch({node: op_scratch(node, batch) for node in order}, order)
+    scratch = concurrent_scratch({node: op_scratch(node, batch, graph.device) for node in order}, order, graph.device)
     events = schedule(order, num_bytes, scratch, graph.outputs, alias)
     held = [*fixed, *(t.num_bytes(batch) for t in graph.inputs)]
     folded_bytes = sum(t.num_bytes(batch) for t in folded_tensors(graph))
-    return AllocationTrace(events, with_delayed_frees(events, loops), held, folded_bytes)
+    return AllocationTrace(events, with_delayed_frees(events, loops), held, folded_bytes, graph.device)
 
 
 def _is_in_file(tensor: Tensor) -> bool:
@@ -488,7 +489,8 @@ def graph_peak(
     """
     worst: Peak | None = None
     runs = _runs(trace, iterations)
-    for pool in properties.pools(sum(trace.held) + max((e.num_bytes for e in trace.events), default=0)):
+    scale = sum(trace.held) + max((e.num_bytes for e in trace.events), default=0)
+    for pool in pools(trace.device, scale):
         _allocate_held(trace, pool)
         for events, inner in runs:
             peak = replay(events, pool, inner, -1 if worst is None else worst.peak_bytes, replicas)
@@ -529,7 +531,7 @@ def _with_fragmentation(peak: Peak, trace: AllocationTrace, runs: Iterable[_Run]
         runs: Runs of the graph.
         limit: As for `graph_peak`.
     """
-    usable, memory = properties.usable_bytes(), properties.memory_limit()
+    usable, memory = trace.device.usable_bytes, trace.device.memory_limit
     if usable is None or memory is None or not usable / MAX_FRAGMENTATION < peak.peak_bytes <= memory:
         return peak
     needed = least = max(usable, peak.peak_bytes)
@@ -542,7 +544,7 @@ def _with_fragmentation(peak: Peak, trace: AllocationTrace, runs: Iterable[_Run]
 
 
 def _fits(trace: AllocationTrace, runs: Iterable[_Run], num_bytes: int) -> bool:
-    pool = properties.pool(num_bytes)
+    pool = empty_pool(trace.device, num_bytes)
     try:
         _allocate_held(trace, pool)
         for events, inner in runs:
@@ -552,7 +554,9 @@ def _fits(trace: AllocationTrace, runs: Iterable[_Run], num_bytes: int) -> bool:
     return True
 
 
-def concurrent_scratch(scratch: Mapping[Node, int], originals: Iterable[Node]) -> dict[Node, tuple[int, ...]]:
+def concurrent_scratch(
+    scratch: Mapping[Node, int], originals: Iterable[Node], device: DeviceModel
+) -> dict[Node, tuple[int, ...]]:
     """Return the scratch blocks of each op together with those of ops that run concurrently.
 
     Both gradients of a convolution wait for the same tensor: they run, and allocate, concurrently if no edge orders
@@ -561,13 +565,14 @@ def concurrent_scratch(scratch: Mapping[Node, int], originals: Iterable[Node]) -
     Args:
         scratch: Bytes of each op, in execution order.
         originals: The ops in the original graph, where both gradients share an operand.
+        device: The device.
     """
     order = list(originals)
     groups: dict[Tensor, list[int]] = {}
     for number, (amount, node) in enumerate(zip(scratch.values(), order, strict=True)):
         if amount and len(node.inputs) > 1:
             groups.setdefault(node.inputs[-1], []).append(number)
-    op_bytes, most = list(scratch.values()), properties.num_operations()
+    op_bytes, most = list(scratch.values()), device.inter_op_threads
     blocks: list[tuple[int, ...]] = [(amount,) if amount else () for amount in op_bytes]
     for numbers in groups.values():
         free = {pair for pair in itertools.combinations(numbers, 2) if not waits(order, *pair)}

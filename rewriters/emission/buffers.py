@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from rewriters.device import properties
 from rewriters.ir import tf_internals
+from rewriters.ir.device_model import DeviceModel
 
 __all__: list[str] = []
 
@@ -41,18 +41,18 @@ class Buffer(Protocol):
         """Add `value` to a region."""
 
 
-def empty_buffer(shape: Any, dtype: tf.DType, zero: bool) -> Any:
-    """Return an uninitialised or zeroed tensor on the current device.
+def empty_buffer(shape: Any, dtype: tf.DType, zero: bool, device: DeviceModel) -> Any:
+    """Return an uninitialised or zeroed tensor on a device, which is the current one.
 
     It is the result of `Empty` because Grappler would fold a large constant fill into the graph. A GPU has no such
     kernel for booleans, and the loop's state would lie on the host.
     """
-    if dtype == tf.bool and properties.name().startswith("GPU"):
+    if dtype == tf.bool and device.is_gpu:
         return tf.cast(tf.raw_ops.Empty(shape=shape, dtype=tf.uint8, init=zero), tf.bool)
     return tf.raw_ops.Empty(shape=shape, dtype=dtype, init=zero)
 
 
-def host_scalar(value: Any, dtype: tf.DType) -> Any:
+def host_scalar(value: Any, dtype: tf.DType, device: DeviceModel) -> Any:
     """Return a constant for an operand that kernels read in host memory; 0 may have any type.
 
     A GPU holds the values of `Const` in its own memory, from which TensorFlow would copy them in each iteration. In a
@@ -60,7 +60,7 @@ def host_scalar(value: Any, dtype: tf.DType) -> Any:
     (tensorflow/core/grappler/optimizers/constant_folding.cc).
     """
     constant = tf.constant(value, dtype) if value else tf.zeros([], dtype)
-    if not properties.name().startswith("GPU"):
+    if not device.is_gpu:
         return constant
     attrs = {**constant.op.node_def.attr, NOT_FOLDED: tf.compat.v1.AttrValue(b=True)}
     (result,) = tf_internals.create_op("HostConst", [], [dtype], attrs, "constant", "")
@@ -76,8 +76,9 @@ class DeviceBuffer:
     to if the op never forwards its operand and is not merged with equal ops.
     """
 
-    def __init__(self, tensor: Any) -> None:
+    def __init__(self, tensor: Any, device: DeviceModel) -> None:
         self.handle = tensor
+        self._device = device
 
     def read(self, region: Sequence[Span], shared: bool = False) -> Any:
         """Return the values of a region; the tensor itself if the region is the full tensor.
@@ -103,7 +104,8 @@ class DeviceBuffer:
     def _read_rows(self, region: Sequence[Span], dim: int) -> Any:
         """Return rows of a single image as a view: TensorFlow slices the first dimension of a tensor without a copy."""
         shape = self.handle.shape.as_list()
-        rows = DeviceBuffer(tf.reshape(self.handle, [-1, *shape[dim + 1 :]])).read(region[dim:])
+        matrices = DeviceBuffer(tf.reshape(self.handle, [-1, *shape[dim + 1 :]]), self._device)
+        rows = matrices.read(region[dim:])
         return tf.reshape(rows, [*shape[:dim], rows.shape[0] or -1, *shape[dim + 1 :]])
 
     def write(self, region: Sequence[Span], value: Any) -> Any:
@@ -119,7 +121,7 @@ class DeviceBuffer:
         corners = _corners(region)
         if corners is None:
             result = replacement()
-        elif properties.writes_in_place():
+        elif self._device.writes_in_place:
             result = self._written_in_place(region, value, in_place)
         else:
             result = replaced(self.handle, region, replacement())

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from rewriters.device import properties
+from rewriters.ir.device_model import DeviceModel
 from rewriters.ir.graph import Tensor
 from rewriters.swapping.spill_store import SpillError, is_in_memory, write_all, write_problem
 from rewriters.tiling.tile_planner import TileLoop
@@ -48,9 +48,9 @@ _mapped = weakref.WeakKeyDictionary[mmap.mmap, int]()
 _lock = threading.Lock()
 
 
-def reason_without_files(directory: str) -> str:
-    """Return why results cannot lie in files of a directory; empty if they can."""
-    if properties.name().startswith("GPU"):
+def reason_without_files(directory: str, device: DeviceModel) -> str:
+    """Return why the results of loops on a device cannot lie in files of a directory; empty if they can."""
+    if device.is_gpu:
         return "loops on a GPU write to its memory"
     if not hasattr(os, "posix_fallocate") or not hasattr(mmap, "MADV_DONTNEED"):
         return "it needs `os.posix_fallocate` and `mmap.MADV_DONTNEED` (Linux)"

@@ -12,8 +12,9 @@ import tensorflow as tf
 from rewriters.analysis import summation_order
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.device.kernel_audit import reads_gpu_memory
-from rewriters.device.kernel_scratch import ConcurrencyGroup
-from rewriters.device.properties import forwards_input_buffer, may_fuse_with_consumer
+from rewriters.device.kernel_scratch import ConcurrencyGroup, takes_memory
+from rewriters.device.merged_kernels import may_fuse_with_consumer
+from rewriters.device.op_buffers import forwards_input_buffer
 from rewriters.emission.buffers import DeviceBuffer, Span, corner_and_size, host_scalar, stacked, static_sizes
 from rewriters.emission.file_buffers import FileBuffers, return_pages
 from rewriters.emission.file_reads import read_region
@@ -78,6 +79,7 @@ class LoopEmitter:
         files: Rule that selects the results in files; `None` to hold all in memory.
 
     Attributes:
+        device: The device.
         batch: Batch size, an integer or a scalar tensor.
         batch_tiles: Number of tiles along the batch, an integer or a scalar tensor.
         num_iterations: Number of tiles, an integer or a scalar tensor.
@@ -93,6 +95,7 @@ class LoopEmitter:
         files: FileBuffers | None = None,
     ) -> None:
         self.analysis = analysis
+        self.device = analysis.graph.device
         self.segment = segment
         self.tile_loop = tile_loop
         self.outer = {tensor: self._sliceable(tensor, value) for tensor, value in outer.items()}
@@ -109,7 +112,7 @@ class LoopEmitter:
         """
         consumers = [node for node in self.tile_loop.body if tensor in node.inputs]
         is_sliced = tensor in self.tile_loop.reads and tensor not in self.tile_loop.invariants
-        in_gpu_memory = is_sliced and all(reads_gpu_memory(node, tensor) for node in consumers)
+        in_gpu_memory = is_sliced and all(reads_gpu_memory(self.analysis.graph, node, tensor) for node in consumers)
         return tf.bitcast(value, tf.uint32) if tensor.dtype == tf.int32 and in_gpu_memory else value
 
     def _batch_size(self) -> Any:
@@ -174,7 +177,7 @@ class IterationEmitter:
         self._joined: dict[tuple[Tensor, float | str], tuple[Any, Region]] = {}
         self._pending_reductions: list[Any] = []
         self._control_inputs: list[Any] = []
-        self._concurrency = ConcurrencyGroup[Any]()
+        self._concurrency = ConcurrencyGroup[Any](lambda node: takes_memory(node, loop.device))
         # Emitted ops by their arguments, so that equal ones are emitted once.
         self._lookups: dict[tuple[int, bytes], Any] = {}
         self._fits: dict[Any, Any] = {}
@@ -320,7 +323,7 @@ class IterationEmitter:
             return self._read(tensor)
         if repeated_number(tensor) is not None:
             return self._filled(tensor)
-        buffer = DeviceBuffer(self._outer(tensor, self._consumers.get(tensor, ())))
+        buffer = DeviceBuffer(self._outer(tensor, self._consumers.get(tensor, ())), self.loop.device)
         value = buffer.read(self.spans(tensor, self.tile_loop.regions[tensor]), shared=True)
         return value if value.dtype == tensor.dtype else tf.bitcast(value, tensor.dtype)
 
@@ -446,7 +449,7 @@ class IterationEmitter:
             if change.crops:
                 assert dim is not None, f"{value.name} lacks the dimension that an op crops"
                 spans[dim] = (self.lookup(change.begin, axis), self.lookup(change.size, axis))
-        return DeviceBuffer(value).read(spans, shared)
+        return DeviceBuffer(value, self.loop.device).read(spans, shared)
 
     def _padded(self, value: Any, fits: Sequence[CropPad], dims: Sequence[int | None], fill: float | str) -> Any:
         if not any(change.pads for change in fits):
@@ -458,7 +461,7 @@ class IterationEmitter:
         return tf.raw_ops.PadV2(
             input=value,
             paddings=tf.reshape(stacked([size for pair in paddings for size in pair]), [-1, 2]),
-            constant_values=host_scalar(value.dtype.min if fill == "lowest" else fill, value.dtype),
+            constant_values=host_scalar(value.dtype.min if fill == "lowest" else fill, value.dtype, self.loop.device),
         )
 
     # Carried rows --------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import tensorflow as tf
 from rewriters.emission.buffers import Buffer, DeviceBuffer, FileBuffer, Span, empty_buffer, stacked
 from rewriters.emission.file_buffers import FileBuffers, accumulator_dtype
 from rewriters.emission.while_loop import LoopState
+from rewriters.ir.device_model import DeviceModel
 from rewriters.ir.graph import Tensor
 from rewriters.rules.intervals import Interval
 from rewriters.rules.registry import Combination
@@ -33,11 +34,13 @@ class LoopContext(Protocol):
 
     Attributes:
         batch: Batch size, an integer or a scalar tensor.
+        device: The device.
         files: Rule that selects the results in files; `None` if all are in memory.
         in_files: Results in files.
     """
 
     batch: Any
+    device: DeviceModel
     files: FileBuffers | None
     in_files: Set[Tensor]
 
@@ -109,7 +112,8 @@ class LoopOutput(Protocol):
 
 def _buffer(iteration: Iteration, tensor: Tensor, handle: Any) -> Buffer:
     """Return the full-size result whose state variable is `handle`."""
-    return FileBuffer(handle) if tensor in iteration.loop.in_files else DeviceBuffer(handle)
+    buffer = FileBuffer if tensor in iteration.loop.in_files else DeviceBuffer
+    return buffer(handle, iteration.loop.device)
 
 
 def loop_state_dtype(tile_loop: TileLoop, tensor: Tensor) -> tf.DType:
@@ -136,7 +140,7 @@ def initial_state(loop: LoopContext, tensor: Tensor, dtype: tf.DType, zero: bool
     with tf.device(tensor.node.device or None):
         if loop.files is not None and tensor in loop.in_files:
             return LoopState(tf.ensure_shape(loop.files.buffer(shape, dtype, zero), tensor.shape), tensor.shape)
-        return LoopState(empty_buffer(shape, dtype, zero), tensor.shape)
+        return LoopState(empty_buffer(shape, dtype, zero, loop.device), tensor.shape)
 
 
 class TiledOutput:
@@ -235,7 +239,8 @@ class ReductionOutput:
         (tensor,) = self.tensors
         part, spans = tf.cast(iteration.value(tensor), values[0].dtype), self._spans(iteration)
         part.set_shape(_part_shape(tensor, spans))
-        return [_written(spans, values[0], self._combine(_read(spans, values[0]), part))]
+        part = self._combine(_read(iteration, spans, values[0]), part)
+        return [_written(iteration, spans, values[0], part)]
 
     def _spans(self, iteration: Iteration) -> list[Span] | None:
         (tensor,) = self.tensors
@@ -286,7 +291,7 @@ class MergedMoments:
     def update(self, iteration: Iteration, values: Sequence[Any]) -> list[Any]:
         """Merge the moments of the iteration into the variables."""
         spans = _image_spans(iteration, self._moments.mean) if self._per_image else None
-        count, mean, squares = (_read(spans, value) for value in values)
+        count, mean, squares = (_read(iteration, spans, value) for value in values)
         image = tf.cast(iteration.fit(self._moments.image, self._cell, 0.0), count.dtype)
         axes = list(self._moments.axes)
         shape = tf.shape(image)
@@ -299,7 +304,7 @@ class MergedMoments:
         if self._alone:
             variance = tf.reduce_mean(differences, axes, keepdims=True)
             moments = (tf.ones_like(count), tile_mean, variance)
-            return [_written(None, value, part) for value, part in zip(values, moments, strict=True)]
+            return [_written(iteration, None, value, part) for value, part in zip(values, moments, strict=True)]
         tile_squares = tf.reduce_sum(differences, axes, keepdims=True)
         total = count + tile_count
         difference = tile_mean - mean
@@ -309,7 +314,7 @@ class MergedMoments:
             squares + tile_squares + tf.square(difference) * (count * tile_count / total),
         ]
         with tf.control_dependencies(merged):  # All three variables are read before one of them is written.
-            return [_written(spans, value, part) for value, part in zip(values, merged, strict=True)]
+            return [_written(iteration, spans, value, part) for value, part in zip(values, merged, strict=True)]
 
     def final(self, values: Sequence[Any]) -> list[Any]:
         """Return mean and variance, cast to the dtypes of the tensors."""
@@ -329,16 +334,16 @@ def _image_spans(iteration: Iteration, tensor: Tensor) -> list[Span]:
     return [iteration.batch_span(), *([None] * (len(tensor.shape) - 1))]
 
 
-def _read(spans: list[Span] | None, value: Any) -> Any:
+def _read(iteration: Iteration, spans: list[Span] | None, value: Any) -> Any:
     """Return the part of a buffer in `spans`, or the full buffer if they are `None`."""
-    return value if spans is None else DeviceBuffer(value).read(spans)
+    return value if spans is None else DeviceBuffer(value, iteration.loop.device).read(spans)
 
 
-def _written(spans: list[Span] | None, value: Any, part: Any) -> Any:
+def _written(iteration: Iteration, spans: list[Span] | None, value: Any, part: Any) -> Any:
     if spans is None:
         part.set_shape(value.shape)
         return part
-    return DeviceBuffer(value).write(spans, part)
+    return DeviceBuffer(value, iteration.loop.device).write(spans, part)
 
 
 def _part_shape(tensor: Tensor, spans: list[Span] | None) -> list[int | None]:

@@ -36,7 +36,7 @@ def received(iteration: Iteration, tensor: Tensor, carry: CarriedRows, source: A
         spans: list[Span] = [None] * len(source.shape)
         spans[0] = _batch_span(iteration, tensor)
         spans[dim] = (iteration.lookup(offsets(carry.received), axis), size)
-        return DeviceBuffer(source).read(spans)
+        return DeviceBuffer(source, iteration.loop.device).read(spans)
     # The last tile of some images passes on no rows, so that its batch size may differ from that of the next images.
     sizes = [1 if tensor.shape is not None and tensor.shape[0] == 1 else images, *source.shape[1:]]
     sizes[dim] = size
@@ -81,7 +81,7 @@ def joined(
         return result
     part = iteration.crop_and_pad(above, with_rows(region, axis, carry), inner, 0.0, tensor)
     tf_internals.prevent_cse(result)
-    return DeviceBuffer(result).write(_spans_in(iteration, tensor, have=need, rows=inner), part)
+    return DeviceBuffer(result, iteration.loop.device).write(_spans_in(iteration, tensor, have=need, rows=inner), part)
 
 
 def _spans_in(iteration: Iteration, tensor: Tensor, *, have: Region, rows: Region) -> list[Span]:
@@ -126,7 +126,7 @@ def finish_gradient_rows(
         wider = with_rows(computed, axis, computed[axis].hull(both))
         value, computed, in_place = iteration.crop_and_pad(value, computed, wider, 0.0, tensor), wider, False
     spans = _spans_in(iteration, tensor, have=computed, rows=with_rows(region, axis, carry.received))
-    buffer = DeviceBuffer(value)
+    buffer = DeviceBuffer(value, iteration.loop.device)
     if in_place:
         total = buffer.accumulate(spans, partial_sums)
     else:
@@ -189,7 +189,7 @@ class SavedState:
             spans[0] = _batch_span(iteration, tensor)
             spans[iteration.row_dim(tensor)] = (iteration.lookup(places, axis), iteration.lookup(rows.size, axis))
             part = iteration.fit(tensor, with_rows(self._save.region, axis, rows), 0.0)
-            handle = DeviceBuffer(handle).write(spans, part)
+            handle = DeviceBuffer(handle, iteration.loop.device).write(spans, part)
         return [handle]
 
     def final(self, values: Sequence[Any]) -> list[Any]:

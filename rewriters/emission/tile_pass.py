@@ -21,8 +21,9 @@ from rewriters.emission.loop_outputs import loop_state_dtype
 from rewriters.emission.loop_signature import program_signature
 from rewriters.emission.loop_tensors import loop_input_tensors, loop_operand, loop_output_tensors
 from rewriters.errors import RewriteError
-from rewriters.ir.graph import IN_FILES, LOOPS, Graph, LoopName, Metadata, Node, Tensor, from_tf_graph
+from rewriters.ir.graph import IN_FILES, LOOPS, Graph, LoopName, Metadata, Node, Tensor
 from rewriters.ir.graph_pass import GraphPass, PassResult, record_state, run_pass
+from rewriters.ir.graph_reader import from_tf_graph
 from rewriters.ir.legality import Stage
 from rewriters.ir.region_reads import is_region_read
 from rewriters.ir.static_values import int_constant, type_attr
@@ -240,6 +241,7 @@ class _LoopSplicer:
     def in_stages(self) -> Tiled:
         """Insert the loops alone."""
         self._with_loops()
+        record_state(self.graph, "insert_tile_loops", "Replace the ops of planned segments by tile loops.")
         nodes = self.graph.nodes
         tile_loops = {node: loop for node, loop in self.tile_loops.items() if nodes.get(node.name) is node}
         return Tiled(self.graph, changed=True, tile_loops=tile_loops)
@@ -421,7 +423,7 @@ class _LoopSplicer:
         key = program_signature(self.analysis, segment, tile_loop)
         if key not in self.programs:
             traced = trace_loop(self.analysis, segment, tile_loop, self.files)
-            self.programs[key] = from_tf_graph(traced, traced.inputs, traced.outputs, [])
+            self.programs[key] = from_tf_graph(traced, traced.inputs, traced.outputs, [], self.graph.device)
             self.graph.library.MergeFrom(self.programs[key].library)
         return self.programs[key].copy()
 

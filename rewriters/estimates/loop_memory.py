@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rewriters.device import properties
 from rewriters.device.allocator import ExactAllocator
 from rewriters.device.kernel_scratch import (
     KernelShape,
@@ -27,6 +26,7 @@ from rewriters.device.kernel_scratch import (
     slid_over,
     softmax_scratch,
 )
+from rewriters.device.op_buffers import forwards_input_buffer
 from rewriters.device.peak_memory import (
     AllocationEvent,
     IterationTrace,
@@ -39,6 +39,7 @@ from rewriters.device.peak_memory import (
 from rewriters.emission.file_buffers import FileBuffers
 from rewriters.emission.loop_outputs import loop_state_dtype
 from rewriters.emission.loop_tensors import repeated_number
+from rewriters.ir.device_model import DeviceModel
 from rewriters.ir.graph import PER_PIXEL, Node, Tensor
 from rewriters.ir.region_reads import NUM_BUFFERED_REGIONS, is_region_read
 from rewriters.rules.intervals import Interval, fit
@@ -53,17 +54,19 @@ Tile = tuple[int, ...]
 """Index of a tile along each spatial axis."""
 
 
-def loop_iterations(tile_loop: TileLoop, batch: int, files: FileBuffers | None = None) -> list[IterationTrace]:
+def loop_iterations(
+    tile_loop: TileLoop, batch: int, device: DeviceModel, files: FileBuffers | None = None
+) -> list[IterationTrace]:
     """Return traces of iterations that together meet every border of the image, in the order of the loop."""
-    model = IterationModel(tile_loop, files)
+    model = IterationModel(tile_loop, device, files)
     marks = [sorted({0, count // 2, count - 1}) for count in tile_loop.grid.spatial]
     traces = (model.events(tile, batch) for tile in itertools.product(*marks))
     return [IterationTrace(events, with_delayed_frees(events)) for events in traces]
 
 
-def iteration_peak_bytes(tile_loop: TileLoop, batch: int, files: FileBuffers | None = None) -> int:
+def iteration_peak_bytes(tile_loop: TileLoop, batch: int, device: DeviceModel, files: FileBuffers | None = None) -> int:
     """Return the peak of one iteration in bytes, without the buffers and the full-size operands of the loop."""
-    model = IterationModel(tile_loop, files)
+    model = IterationModel(tile_loop, device, files)
     tiles = {tuple(0 for _ in tile_loop.grid.spatial), tuple(count // 2 for count in tile_loop.grid.spatial)}
     return max(peak_bytes_of(model.events(tile, batch), ExactAllocator()) for tile in tiles)
 
@@ -85,10 +88,12 @@ class IterationModelCache:
     An entry lives as long as its loop. The models themselves are not cached: a search plans hundreds of loops.
 
     Args:
+        device: The device.
         files: Rule that selects the tensors in files; `None` if all are in memory.
     """
 
-    def __init__(self, files: FileBuffers | None = None) -> None:
+    def __init__(self, device: DeviceModel, files: FileBuffers | None = None) -> None:
+        self._device = device
         self._files = files
         self._results = weakref.WeakKeyDictionary[TileLoop, Results]()
 
@@ -104,10 +109,10 @@ class IterationModelCache:
         """Return `iteration_peak_bytes`."""
         return self._cached(iteration_peak_bytes, tile_loop, batch)
 
-    def _cached(self, function: Callable[[TileLoop, int, FileBuffers | None], R], tile_loop: TileLoop, batch: int) -> R:
+    def _cached(self, function: Callable[..., R], tile_loop: TileLoop, batch: int) -> R:
         results, key = self._results.setdefault(tile_loop, {}), (function.__name__, batch)
         if key not in results:
-            results[key] = function(tile_loop, batch, self._files)
+            results[key] = function(tile_loop, batch, self._device, self._files)
         return results[key]
 
 
@@ -116,6 +121,7 @@ class IterationModel:
 
     Args:
         tile_loop: The loop.
+        device: The device.
         files: Rule that selects the tensors in files; `None` if all are in memory.
 
     Attributes:
@@ -124,8 +130,9 @@ class IterationModel:
         ends: Stand-ins of the tensors that live until the iteration ends.
     """
 
-    def __init__(self, tile_loop: TileLoop, files: FileBuffers | None = None) -> None:
+    def __init__(self, tile_loop: TileLoop, device: DeviceModel, files: FileBuffers | None = None) -> None:
         self.tile_loop = tile_loop
+        self._device = device
         self._files = files
         self.order: list[Node] = []
         self.originals: list[Node] = []
@@ -166,7 +173,7 @@ class IterationModel:
         def alias(node: Node) -> bool:
             unchanged = self._unchanged.get(node)
             if unchanged is None:
-                return properties.forwards_input_buffer(node)
+                return forwards_input_buffer(node)
             return all(tiles[index] for tiles, index in zip(unchanged, tile, strict=True))
 
         def num_bytes(tensor: Tensor) -> int:
@@ -175,12 +182,14 @@ class IterationModel:
         scratch = dict.fromkeys(self.order, 0)
         for node, original in zip(self.order, self.originals, strict=True):
             if may_take_scratch(original):
-                scratch[node] = scratch_bytes(original, self._kernel_shape(original, tile, batch))
-                scratch[node] += softmax_scratch(original, num_bytes(node.out()))
+                scratch[node] = scratch_bytes(original, self._kernel_shape(original, tile, batch), self._device)
+                result_bytes = num_bytes(node.out())
+                scratch[node] += softmax_scratch(original, result_bytes, self._device)
                 regions = iter(node.inputs)
                 operands = (next(regions) if self._is_cut(original, p) else t for p, t in enumerate(original.inputs))
-                scratch[node] += product_scratch(original, list(map(num_bytes, operands)), num_bytes(node.out()))
-        return schedule(self.order, num_bytes, concurrent_scratch(scratch, self.originals), self.ends, alias)
+                scratch[node] += product_scratch(original, list(map(num_bytes, operands)), result_bytes, self._device)
+        blocks = concurrent_scratch(scratch, self.originals, self._device)
+        return schedule(self.order, num_bytes, blocks, self.ends, alias)
 
     def _num_bytes(self, tensor: Tensor, tile: Tile, batch: int) -> int:
         rows = self._rows.get(tensor)

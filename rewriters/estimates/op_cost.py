@@ -30,7 +30,6 @@ from collections.abc import Iterable, Mapping
 
 from rewriters.analysis.autodiff_roles import reads_shape_only
 from rewriters.analysis.graph_analysis import GraphAnalysis
-from rewriters.device import properties
 from rewriters.device.kernel_scratch import (
     KernelShape,
     full_call,
@@ -43,6 +42,7 @@ from rewriters.device.kernel_scratch import (
     unfolds,
     window_bytes,
 )
+from rewriters.device.op_buffers import allocates, forwards_input_buffer, may_run_in_place
 from rewriters.errors import NotTileableError
 from rewriters.ir.graph import Node, Tensor
 from rewriters.rules.registry import find_rule
@@ -185,11 +185,13 @@ class CostModel:
         rates: Rates of the machine.
 
     Attributes:
+        device: The device.
         gradient_pairs: One gradient of each convolution, with the other one, which may run concurrently.
     """
 
     def __init__(self, analysis: GraphAnalysis, batch: int, rates: MachineRates = NOMINAL) -> None:
         self.analysis = analysis
+        self.device = analysis.graph.device
         self.batch = batch
         self.rates = rates
         self._work: dict[Node, _Work] = {}
@@ -249,7 +251,7 @@ class CostModel:
         return iterations * self._windows(node, call) * self._idle_cores(node, call)
 
     def _idle_cores(self, node: Node, call: KernelShape) -> float:
-        return idle_cores(node, call)
+        return idle_cores(node, call, self.device)
 
     def tile_loop(self, tile_loop: TileLoop) -> float:
         """Return the seconds of a loop: its body, and the copies between tiles and full-size tensors."""
@@ -328,7 +330,7 @@ class CostModel:
             return seconds + work.other_bytes / _rate(rates.touched, node.kernel) + first_touch
         slowdown = self._row_slowdown(work) * (rates.float64_slowdown if node.outputs[0][0].name == "float64" else 1.0)
         seconds += slowdown * fraction * work.flops / _rate(rates.flops, node.kernel) + work.other_bytes / rates.weights
-        if properties.unfolds_convolutions() or properties.onednn_computes(node.outputs[0][0]):
+        if self.device.unfolds_convolutions or self.device.onednn_computes(node.outputs[0][0]):
             seconds += rates.kernel_call.get(node.kernel, 0.0)
         if work.call is not None:
             seconds += self._windows(node, work.call)
@@ -344,9 +346,9 @@ class CostModel:
 
     def _windows(self, node: Node, call: KernelShape) -> float:
         """Return the seconds to copy windows, block by block, into one buffer."""
-        windows = window_bytes(node, call)
-        rate = self.rates.unfolded.get(DIRECT if is_direct(node, call) else node.op, math.inf)
-        return windows / rate + self._first_touch(min(scratch_bytes(node, call), windows))
+        windows = window_bytes(node, call, self.device)
+        rate = self.rates.unfolded.get(DIRECT if is_direct(node, call, self.device) else node.op, math.inf)
+        return windows / rate + self._first_touch(min(scratch_bytes(node, call, self.device), windows))
 
     def _first_touch(self, num_bytes: float) -> float:
         """Return the seconds of the page faults of a buffer, which a small buffer does not have."""
@@ -391,7 +393,7 @@ class CostModel:
         return work if work.image_bytes or work.other_bytes else None
 
     def _full_size_work(self, node: Node) -> _Work:
-        if properties.forwards_input_buffer(node) or not properties.allocates(node) or reads_shape_only(node):
+        if forwards_input_buffer(node) or not allocates(node) or reads_shape_only(node):
             return _Work(0.0, 0, 0, None, (), 0)
         analysis, batch = self.analysis, self.batch
         flops, weights = 0.0, list[Tensor]()
@@ -405,12 +407,12 @@ class CostModel:
         call = full_call(node, batch)
         results = [] if self._runs_in_place(node) else touched[len(node.inputs) :]
         result_bytes = tuple(size for size, is_image in results if is_image)
-        copies_windows = flops and window_bytes(node, call)
-        return _Work(flops, image_bytes, other_bytes, call if copies_windows else None, result_bytes, row_bytes(node))
+        copies_windows, row = flops and window_bytes(node, call, self.device), row_bytes(node, self.device)
+        return _Work(flops, image_bytes, other_bytes, call if copies_windows else None, result_bytes, row)
 
     def _runs_in_place(self, node: Node) -> bool:
         """Return whether an op's kernel writes into the buffer of an operand without another consumer."""
-        if not properties.may_run_in_place(node):
+        if not may_run_in_place(node):
             return False
         sizes = [node.out(index).num_bytes(self.batch) for index in range(len(node.outputs))]
         return any(t.num_bytes(self.batch) in sizes and len(self.analysis.consumers[t]) == 1 for t in node.inputs)
@@ -426,20 +428,21 @@ class LowerBoundCost(CostModel):
         self.gradient_pairs = costs.gradient_pairs
 
     def _windows(self, node: Node, call: KernelShape) -> float:
-        return 0.0 if may_be_direct(node) else super()._windows(node, call)
+        return 0.0 if may_be_direct(node, self.device) else super()._windows(node, call)
 
     def _idle_cores(self, node: Node, call: KernelShape) -> float:
-        return idle_cores(node, dataclasses.replace(call, images=1))  # Images one after another keep one core busy.
+        # Images one after another keep one core busy.
+        return idle_cores(node, dataclasses.replace(call, images=1), self.device)
 
 
 def _pairs(analysis: GraphAnalysis) -> dict[Node, Node]:
     """Return pairs of the two gradients of each convolution, whose TensorFlow kernels run concurrently."""
-    pairs: dict[Node, Node] = {}
+    device, pairs = analysis.graph.device, dict[Node, Node]()
     paired: set[Node] = set()
     for node in filter(is_convolution, analysis.order):
         # One of them reads the image at the position where the convolution reads it, the other one the filter.
         gradients = [
-            [consumer for consumer, at in analysis.consumers[tensor] if at == position and unfolds(consumer)]
+            [consumer for consumer, at in analysis.consumers[tensor] if at == position and unfolds(consumer, device)]
             for position, tensor in enumerate(node.inputs[:2])
         ]
         for first, second in itertools.product(*gradients):

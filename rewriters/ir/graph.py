@@ -18,6 +18,8 @@ import tensorflow as tf
 
 from rewriters.errors import RewriteError
 from rewriters.ir import tf_internals
+from rewriters.ir.device_detection import planned_device
+from rewriters.ir.device_model import DeviceModel
 from rewriters.ir.op_traits import Trait, ops_with
 
 __all__: list[str] = []
@@ -41,13 +43,12 @@ _KEEP_SIZE = ops_with(Trait.FORWARDS_BUFFER) | ops_with(Trait.REORDERS)
 _REDUCTIONS = ops_with(Trait.REDUCTION)
 """Ops whose result has at most the entries of operand 0."""
 
+_VARIABLE_READERS = ops_with(Trait.READS_VARIABLE)
+
 _OPAQUE = frozenset(dtype.as_datatype_enum for dtype in (tf.resource, tf.variant, tf.string))
 
 ELEMENT_ALIGNMENT_BYTES = 256
 """Multiple of the size of an allocation, as in `device/allocator.py`; elements of a list are allocated one by one."""
-
-_DROPPED_ATTRS = ("_output_shapes", "_class")
-"""Attributes that `Node` does not hold: shapes are fields, and colocation with a node that moved is impossible."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,6 +199,16 @@ class Node:
         """Return the type of the op whose kernel runs; for a call per pixel, the op that its function applies."""
         return self.attrs[PER_PIXEL].s.decode() if PER_PIXEL in self.attrs else self.op
 
+    @property
+    def variable_handles(self) -> list[Tensor]:
+        """Return the handles of variables among the operands; placeholders of handles identify variables."""
+        return [tensor for tensor in self.inputs if tensor.dtype == tf.resource]
+
+    @property
+    def may_write_variable(self) -> bool:
+        """Return whether the op may write one of its variables; one with a function body may do anything."""
+        return self.op not in _VARIABLE_READERS and bool(self.variable_handles)
+
     def without_edges(self) -> Node:
         """Return a copy without operands and control inputs."""
         copied = Node.__new__(Node)  # `__init__` would take half of the time of a copy.
@@ -287,6 +298,7 @@ class Graph:
         variables: (dtype, shape) of the variable behind the handle that an input is, by the input's name.
         sizes: Unknown leading sizes of the arguments that the step is planned for, by position in `inputs`; empty if
             all of them are the batch size.
+        device: The device that the graph is rewritten for; that of ops which name none.
         history: Earlier states, oldest first; empty unless they are recorded (`graph_pass.dumping_to`).
     """
 
@@ -301,6 +313,7 @@ class Graph:
     unordered: set[str] = dataclasses.field(default_factory=set)
     variables: dict[str, tuple[tf.DType, Shape]] = dataclasses.field(default_factory=dict)
     sizes: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    device: DeviceModel = dataclasses.field(default_factory=planned_device)
     history: tuple[GraphState, ...] = ()
 
     def copy(self) -> Graph:
@@ -328,8 +341,13 @@ class Graph:
             set(self.unordered),
             dict(self.variables),
             self.sizes,
+            self.device,
             self.history,
         )
+
+    def device_of(self, node: Node) -> str:
+        """Return the device that an op runs on, such as `"GPU:1"`."""
+        return node.device.rpartition("/")[2].removeprefix("device:") or self.device.name
 
     def add(self, node: Node) -> Node:
         """Add `node`; its name must be new."""
@@ -543,42 +561,3 @@ def ancestors(nodes: Iterable[Node], waits_for: Callable[[Node], Iterable[Node]]
                 seen.add(before)
                 stack.append(before)
     return seen
-
-
-def from_tf_graph(tf_graph: Any, inputs: Sequence[Any], outputs: Sequence[Any], keep: Sequence[Any]) -> Graph:
-    """Read a `tf.Graph` with the given interface (tensors and operations of that graph)."""
-    graph_def = tf_graph.as_graph_def()
-    nodes: dict[str, Node] = {}
-    node_defs = {node_def.name: node_def for node_def in graph_def.node}
-    operations = tf_graph.get_operations()
-    for operation in operations:
-        node_def = node_defs[operation.name]
-        specs = [(t.dtype, tuple(t.shape) if t.shape.rank is not None else None) for t in operation.outputs]
-        attrs = {key: value for key, value in node_def.attr.items() if key not in _DROPPED_ATTRS}
-        nodes[operation.name] = Node(
-            operation.name, operation.type, (), attrs=attrs, device=node_def.device, outputs=specs
-        )
-    for operation in operations:
-        node = nodes[operation.name]
-        node.inputs = [Tensor(nodes[t.op.name], t.value_index) for t in operation.inputs]
-        node.control_inputs = [nodes[c.name] for c in operation.control_inputs]
-
-    def view(tensors: Sequence[Any]) -> list[Tensor]:
-        return [Tensor(nodes[t.op.name], t.value_index) for t in tensors]
-
-    # Automatic control dependencies order reads of variables like effects; an unused read may be dropped.
-    effects = [nodes[op.name] for op in keep if op.type not in ("ReadVariableOp", "Placeholder")]
-    effects = [node for node in effects if node.stateful]
-    graph = Graph(nodes, view(inputs), view(outputs), effects, graph_def.library, graph_def.versions)
-    for tensor, handle in zip(graph.inputs, inputs, strict=True):
-        spec = tf_internals.variable_spec(handle)
-        if spec is not None:
-            graph.variables[tensor.node.name] = spec
-    return graph
-
-
-def from_concrete_function(concrete_fn: Any) -> Graph:
-    """Read a traced function; `inputs` are its arguments followed by its captures."""
-    return from_tf_graph(
-        concrete_fn.graph, concrete_fn.inputs, concrete_fn.outputs, tf_internals.control_outputs(concrete_fn)
-    )

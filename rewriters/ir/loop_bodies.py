@@ -9,7 +9,8 @@ from typing import Any
 import tensorflow as tf
 
 from rewriters.ir import tf_internals
-from rewriters.ir.graph import BRANCHES, Graph, Node, Shape, Tensor, from_tf_graph
+from rewriters.ir.graph import BRANCHES, Graph, Node, Shape, Tensor
+from rewriters.ir.graph_reader import from_tf_graph
 from rewriters.ir.static_values import Dim, StaticEvaluator, Value
 from rewriters.ir.symbolic_dims import SymbolicDim
 
@@ -71,7 +72,7 @@ def _function(
         return None
     handles = [graph.variables.get(source_of(t).node.name) or element_spec(t) for t in operands]
     try:
-        return _imported(definition, graph.library, specs, handles)
+        return _imported(definition, graph, specs, handles)
     except (ValueError, TypeError, RuntimeError, tf.errors.OpError):
         return None
 
@@ -119,19 +120,19 @@ def function_reads(graph: Graph, node: Node, attr: str, position: int) -> bool:
 
 def _imported(
     definition: Any,
-    library: Any,
+    graph: Graph,
     specs: Sequence[tuple[tf.DType, Shape]],
     handles: Sequence[tuple[tf.DType, Shape] | None],
 ) -> Graph:
-    """Import a function; only TensorFlow infers the shapes."""
+    """Import a function of a graph; only TensorFlow infers the shapes."""
     body, flat_names = tf_internals.function_body(
-        definition, {function.signature.name: function for function in library.function}
+        definition, {function.signature.name: function for function in graph.library.function}
     )
     names = [argument.name for argument in definition.signature.input_arg]
     graph_def = tf.compat.v1.GraphDef(versions=body.versions)
     graph_def.node.extend(node for node in body.node if node.name not in names)
     if any(value.HasField("func") or value.list.func for node in graph_def.node for value in node.attr.values()):
-        graph_def.library.CopyFrom(library)
+        graph_def.library.CopyFrom(graph.library)
     results = [flat_names[definition.ret[output.name]] for output in definition.signature.output_arg]
     used = {name.removeprefix("^").partition(":")[0] for node in graph_def.node for name in node.input}
     outputs: list[Any] = []
@@ -152,9 +153,9 @@ def _imported(
         return []
 
     traced = tf_internals.trace_func_graph("function", build, [tf.TensorSpec(s, d) for d, s in specs])
-    graph = from_tf_graph(traced, traced.inputs, outputs, effects)
-    graph.prune()
-    return graph
+    function = from_tf_graph(traced, traced.inputs, outputs, effects, graph.device)
+    function.prune()
+    return function
 
 
 def infer_shapes(graph: Graph, lengths: Mapping[str, int]) -> None:

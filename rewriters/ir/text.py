@@ -16,8 +16,9 @@ the default, control inputs, device and metadata. Attributes that hold types are
 them. Small constants stand in the place of operands; those that are neither int32 nor float32 name their dtype. Bodies
 of loops, branches and calls are indented blocks below their op.
 
-The order is that in which the ops were created, producers first: a new op stands above its first consumer. Texts can be
-compared, because names of functions, which differ in every process, do not occur.
+Ops stand in creation order, producers of operands first: a new op stands above its first consumer, and a new control
+edge moves no line. Long lists of control inputs end in a hash, under which all names stand below the graph. Texts can
+be compared, because names of functions, which differ in every process, do not occur.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ import numpy as np
 import tensorflow as tf
 
 from rewriters.ir import tf_internals
-from rewriters.ir.graph import BRANCHES, LOOPS, Graph, Node, Shape, Tensor, predecessors
+from rewriters.ir.graph import BRANCHES, LOOPS, Graph, Node, Shape, Tensor, producers
 from rewriters.ir.loop_bodies import branches_of, called_function, function_of
 from rewriters.ir.op_traits import Trait, ops_with
 
@@ -55,10 +56,11 @@ _HIDDEN = frozenset(
         "_read_only_resource_inputs",
         "_stateful_parallelism",
         "_user_specified_name",
+        "output_shapes",
         "token",
     )
 )
-"""Attributes in which TensorFlow notes how an op was traced, and the number of a Python function in a process."""
+"""Attributes in which TensorFlow notes how an op was traced, shapes of loops, and numbers of Python functions."""
 
 _CALLS = ops_with(Trait.CALL)
 _PLAIN_NUMBERS = (tf.int32, tf.float32)
@@ -110,17 +112,21 @@ def _lines(
     if graph.keep:
         yield f"{INDENT}effects {_names(graph.keep)}"
     yield f"{INDENT}return {', '.join(_operands(graph.outputs, literals))}".rstrip()
+    cut = {_names(group): group for group in (graph.keep, *(node.control_inputs for node in graph.nodes.values()))}
+    for text, group in cut.items():
+        if len(set(group)) > MAX_NAMES:
+            yield f"{INDENT}{text.rpartition(' ')[2]}: {', '.join(sorted({node.name for node in group}))}"
 
 
 def program_order(graph: Graph) -> list[Node]:
-    """Return the nodes in creation order, but each behind those that it waits for, unless they are on a cycle."""
+    """Return the nodes in creation order, but each behind the producers of its operands, unless on a cycle."""
     placed: dict[Node, None] = {}
     begun: set[Node] = set()
     for root in graph.nodes.values():
         stack = [] if root in begun else [root]
         while stack:
             begun.add(stack[-1])
-            before = [other for other in predecessors(stack[-1]) if other not in begun]
+            before = [other for other in producers(stack[-1]) if other not in begun]
             if before:
                 stack.append(before[0])
             else:
@@ -139,7 +145,7 @@ def _argument(graph: Graph, tensor: Tensor) -> str:
 
 def _names(nodes: Iterable[Node]) -> str:
     """Return the names of nodes whose order has no meaning."""
-    names = sorted(node.name for node in nodes)
+    names = sorted({node.name for node in nodes})
     if len(names) <= MAX_NAMES:
         return ", ".join(names)
     shown = MAX_NAMES // 3
@@ -186,7 +192,7 @@ def _line(node: Node, literals: dict[Node, str]) -> str:
     parts = [f"{left}{node.op}({', '.join(_operands(node.inputs, literals))})"]
     attrs = ", ".join(f"{key}={text}" for key, text in _attributes(node))
     parts += [f"{{{attrs}}}"] if attrs else []
-    parts += [f"after [{_names(set(node.control_inputs))}]"] if node.control_inputs else []
+    parts += [f"after [{_names(node.control_inputs)}]"] if node.control_inputs else []
     parts += [f"on {node.device}"] if node.device else []
     metadata = str(node.metadata)
     return " ".join(parts) + (f"{METADATA_MARK}{metadata}" if metadata else "")

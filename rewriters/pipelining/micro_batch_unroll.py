@@ -19,7 +19,6 @@ from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.errors import PipelineError
 from rewriters.ir.graph import Graph, Node, Tensor
 from rewriters.ir.static_values import int_constant, type_attr
-from rewriters.ir.variables import may_write_variable, variable_handles
 from rewriters.pipelining.micro_batch_reduction import BatchGrowth, MicroBatchReduction, ReductionChooser
 from rewriters.pipelining.step_partition import StepPartition, data_independent_ops
 
@@ -117,7 +116,7 @@ class _Unroller:
         old = analysis.graph
         library = type(old.library)()
         library.CopyFrom(old.library)
-        self.graph = Graph({}, [], [], [], library, old.versions, {}, set(old.same_size))
+        self.graph = Graph({}, [], [], [], library, old.versions, {}, set(old.same_size), device=old.device)
         self.origin: dict[Node, Origin] = {}
         self.once: dict[Node, Node] = {}
         self.clones: dict[Node, list[Node]] = {}
@@ -281,7 +280,7 @@ class _Unroller:
                     self.clones[node][number].control_inputs.extend(self.clones[o][number - 1] for o in touching)
 
     def _refuse_shared_state(self) -> None:
-        written = {h: n for n in self.parts.update if may_write_variable(n) for h in variable_handles(n)}
+        written = {h: n for n in self.parts.update if n.may_write_variable for h in n.variable_handles}
         for handle in self.parts.carried_variables:
             if handle in written:
                 raise PipelineError(

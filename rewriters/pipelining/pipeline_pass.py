@@ -21,7 +21,6 @@ from rewriters.ir.graph import LOOPS, Graph, Node, Tensor
 from rewriters.ir.graph_pass import GraphPass, PassError, PassResult, check_interface, record_state, run_pass
 from rewriters.ir.legality import Stage
 from rewriters.ir.static_values import type_attr
-from rewriters.ir.variables import may_write_variable, variable_handles
 from rewriters.pipelining.micro_batch_reduction import MicroBatchReduction
 from rewriters.pipelining.micro_batch_unroll import Origin, Role, UnrolledStep, UnrollSpec, unroll_micro_batches
 from rewriters.pipelining.schedules import Direction, Schedule, Slot
@@ -115,8 +114,8 @@ class PipelinePass(GraphPass[Pipelined]):
 
 
 def _written_variables(graph: Graph) -> set[str]:
-    nodes = (node for node in graph.nodes.values() if may_write_variable(node))
-    return {handle.name for node in nodes for handle in variable_handles(node)}
+    nodes = (node for node in graph.nodes.values() if node.may_write_variable)
+    return {handle.name for node in nodes for handle in node.variable_handles}
 
 
 def pipeline(
@@ -174,9 +173,7 @@ def _pipeline(
     # Automatic control dependencies would bring all effects into one line, of micro-batches one after another too.
     graph = unrolled.graph
     graph.unordered = {
-        n.name
-        for n in graph.nodes.values()
-        if n.stateful and (n.inputs or n.control_inputs) and not variable_handles(n)
+        n.name for n in graph.nodes.values() if n.stateful and (n.inputs or n.control_inputs) and not n.variable_handles
     }
     return Pipelined(graph=graph, changed=True, slots=slots, ends=ends, combined=unrolled.combined)
 
@@ -245,7 +242,7 @@ class _Placement:
             return HOST
         if origin.source in self.stages.fixed:
             return origin.source.device
-        for handle in variable_handles(origin.source) if origin.role in (Role.MICRO_BATCH, Role.SHARED) else ():
+        for handle in origin.source.variable_handles if origin.role in (Role.MICRO_BATCH, Role.SHARED) else ():
             if handle in self.devices.of_variable:
                 return self.devices.of_variable[handle]
         stage = self.stages.of.get(origin.source)

@@ -21,7 +21,6 @@ from rewriters.analysis.autodiff_roles import (
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.errors import PipelineError
 from rewriters.ir.graph import Node, Tensor, ancestors, producers
-from rewriters.ir.variables import variable_handles
 from rewriters.pipelining.step_partition import StepPartition
 
 __all__: list[str] = []
@@ -109,7 +108,7 @@ class _Assignment:
                 after.get(t, self.of.get(t.node, -1)) for t in node.inputs if t.node in self.analysis.data
             ]
             stage = max(operand_stages, default=-1)
-            reads_weight = any(t.node in weights for t in node.inputs) or bool(variable_handles(node))
+            reads_weight = any(t.node in weights for t in node.inputs) or bool(node.variable_handles)
             if stage >= 0 or reads_weight or any(node.out(i) in after for i in range(len(node.outputs))):
                 self.of[node] = max(stage, 0)
 
@@ -146,7 +145,7 @@ class _Assignment:
         """Return the handles of the weights that the last stage reads, those of earlier stages included."""
         last = [node for node, stage in self.of.items() if stage == self.last]
         read = ancestors(last, lambda node: [before for before in producers(node) if before in weights])
-        return {handle for node in read for handle in variable_handles(node)}
+        return {handle for node in read for handle in node.variable_handles}
 
     def _check_cut(self, number: int, tensor: Tensor) -> None:
         node = tensor.node
@@ -195,13 +194,13 @@ class _Assignment:
                 if consumer_stages:
                     users[node] = min(consumer_stages)
         for node in self.forward:
-            for handle in variable_handles(node):
+            for handle in node.variable_handles:
                 stage = users.get(node) if node in weights else self.of.get(node) if _gathers(node) else None
                 if stage is not None:
                     self.owner[handle] = min(stage, self.owner.get(handle, stage))
         for node in self.forward:
             if node in weights and node in users:
-                weight_stages = [self.owner[h] for h in variable_handles(node) if h in self.owner]
+                weight_stages = [self.owner[h] for h in node.variable_handles if h in self.owner]
                 weight_stages += [self.of[t.node] for t in node.inputs if t.node in weights and t.node in self.of]
                 self.of[node] = max(weight_stages, default=users[node])
 
@@ -216,7 +215,7 @@ class _Assignment:
         fixed: set[Node] = set()
         for node in reversed(self.backward):
             operand_stages = [self.of[t.node] for t in node.inputs if t.node not in inner and t.node in self.of]
-            operand_stages += [self.owner[h] for h in variable_handles(node) if h in self.owner]
+            operand_stages += [self.owner[h] for h in node.variable_handles if h in self.owner]
             for index in range(len(node.outputs)):
                 owner = owners.get(node.out(index))
                 operand_stages += [] if owner is None else [owner]
@@ -257,7 +256,7 @@ class _Assignment:
             for consumer, _ in self.analysis.consumers.get(tensor, ()):
                 if consumer not in self.update:
                     continue
-                for handle in variable_handles(consumer):
+                for handle in consumer.variable_handles:
                     touched[handle] = None
                     again = (node for node, _ in self.analysis.consumers[handle] if node in self.update)
                     seen_again = [node.out(i) for node in again for i in range(len(node.outputs))]
@@ -318,7 +317,7 @@ def scheduled_ops(analysis: GraphAnalysis, parts: StepPartition, stages: Stages)
             needed.add(node)
             stack.extend(t.node for t in node.inputs)
     order = (node for node in analysis.order if node in needed and node in stages.of)
-    return [node for node in order if node not in stages.shape_only and not variable_handles(node)]
+    return [node for node in order if node not in stages.shape_only and not node.variable_handles]
 
 
 @dataclasses.dataclass(frozen=True)

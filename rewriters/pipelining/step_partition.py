@@ -19,7 +19,6 @@ from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.errors import PipelineError
 from rewriters.ir.graph import BRANCHES, LOOPS, Node, Tensor
 from rewriters.ir.op_traits import Trait, ops_with
-from rewriters.ir.variables import may_write_variable, variable_handles
 
 __all__: list[str] = []
 
@@ -57,7 +56,7 @@ def data_independent_ops(analysis: GraphAnalysis, parts: StepPartition) -> set[N
         if node in parts.update or node in parts.sources:
             continue
         is_shared = node not in parts.per_micro_batch
-        is_pure = bool(node.inputs) and not node.stateful and not variable_handles(node)
+        is_pure = bool(node.inputs) and not node.stateful and not node.variable_handles
         if is_shared or reads_shape_only(node) or (is_pure and all(t.node in result for t in node.inputs)):
             result.add(node)
     return result
@@ -112,19 +111,19 @@ class _StepSplitter:
                 f"`{seed.name}` computes gradients after an update of the same step, but a pipeline has one backward "
                 "pass. Split the step into one step per update."
             )
-        self.update_handles = {h for node in self.update for h in variable_handles(node)}
+        self.update_handles = {h for node in self.update for h in node.variable_handles}
 
     def run(self) -> StepPartition:
         """Find the carried variables, and the ops that depend on them, until neither grows."""
         order = [node for node in self.analysis.order if node not in self.update]
         batch_dependent = self._descendants(order, self.sources)
-        stateful = {n for n in order if n.stateful and n.outputs and not variable_handles(n) and n.op not in _SOURCES}
+        stateful = {n for n in order if n.stateful and n.outputs and not n.variable_handles and n.op not in _SOURCES}
         self.draws = stateful | {n for n in order if n.op.startswith("Stateless") and n.op not in LOOPS | BRANCHES}
         carried: dict[Tensor, None] = {}
         while True:
-            roots = stateful | {n for n in order if any(h in carried for h in variable_handles(n))}
+            roots = stateful | {n for n in order if any(h in carried for h in n.variable_handles)}
             repeated = batch_dependent | self._descendants(order, roots) | roots
-            writes = ((n, h) for n in order if may_write_variable(n) for h in variable_handles(n) if h not in carried)
+            writes = ((n, h) for n in order if n.may_write_variable for h in n.variable_handles if h not in carried)
             new = [h for n, h in writes if self._is_written_per_micro_batch(n, h, repeated)]
             if not new:
                 break

@@ -229,7 +229,7 @@ class Einsum(Rule):
 
     def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
         """Run on the tile, in float32 where the kernel for half precision is slow."""
-        if not multiplies_in_single_precision(op.node):
+        if not multiplies_in_single_precision(op.node, op.device):
             return emitter.clone(op.node, operands)
         equation = op.node.attrs["equation"].s
         product = tf.raw_ops.Einsum(inputs=[tf.cast(operand, tf.float32) for operand in operands], equation=equation)
@@ -374,4 +374,4 @@ class Classification(Pointwise):
 
     def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
         """Run the body of the called function inline."""
-        return run_per_pixel(op.node.kernel, *operands)
+        return run_per_pixel(op.node.kernel, op.device, *operands)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from rewriters.device import properties
 from rewriters.errors import NotTileableError
+from rewriters.ir.device_model import DeviceModel
 from rewriters.ir.graph import PER_PIXEL, Node, Tensor
 from rewriters.ir.op_traits import Trait, ops_with, traits_of
 from rewriters.ir.static_values import constant
@@ -82,11 +82,12 @@ def lie_alike(op: OpView, operand: Tensor) -> bool:
     return all(a == b or op.extent(operand, axis) == 1 == (1 if b is None else shape[b]) for axis, (a, b) in pairs)
 
 
-def run_per_pixel(op: str, features: Any, *others: Any) -> list[Any]:
+def run_per_pixel(op: str, device: DeviceModel, features: Any, *others: Any) -> list[Any]:
     """Run an op of matrices on the pixels of images.
 
     Args:
         op: Type of a softmax, of a cross-entropy, or of the test whether a class is among the best.
+        device: The device.
         features: `(..., classes)`.
         others: Labels, of the shape of `features`, with or without the classes; for the test also the number of classes
             that count as the best.
@@ -105,7 +106,7 @@ def run_per_pixel(op: str, features: Any, *others: Any) -> list[Any]:
     if number:
         found = tf.raw_ops.InTopKV2(predictions=matrix, targets=tf.reshape(labels, [-1]), k=number[0])
         return [tf.reshape(found, shape[:-1])]
-    if labels.dtype == tf.int32 and properties.name().startswith("GPU"):
+    if labels.dtype == tf.int32 and device.is_gpu:
         labels = tf.cast(labels, tf.int64)  # The kernel that reshapes int32 reads host memory.
     flat = tf.reshape(labels, [-1] if op.startswith("Sparse") else [-1, classes])
     loss, gradient = getattr(tf.raw_ops, op)(features=matrix, labels=flat)
@@ -338,7 +339,7 @@ class OverChannels(Pointwise):
     def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
         """Run the op, or the body of a called function inline."""
         if PER_PIXEL in op.node.attrs:
-            return run_per_pixel(op.node.kernel, *operands)
+            return run_per_pixel(op.node.kernel, op.device, *operands)
         return emitter.clone(op.node, operands)
 
 

@@ -26,6 +26,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from rewriters.errors import NotTileableError
+from rewriters.ir.device_model import DeviceModel
 from rewriters.ir.graph import Node, Tensor
 from rewriters.ir.static_values import StaticEvaluator
 from rewriters.rules.axis_layouts import Anchor, AxisMap, Layout, Layouts
@@ -60,11 +61,13 @@ class OpView:
         node: The operation.
         evaluate: Static evaluation of its small integer operands.
         layouts: Axis layouts of all tensors.
+        device: The device that the step is rewritten for.
     """
 
     node: Node
     evaluate: StaticEvaluator
     layouts: Layouts
+    device: DeviceModel
 
     def layout(self, tensor: Tensor) -> Layout:
         """Return the layout of `tensor`."""

@@ -21,7 +21,7 @@ class SeparateGradients(EdgePass):
 
     def edges(self, graph: Graph) -> Iterator[ControlEdge]:
         """Yield an edge for each pair, unless the gradient of the filter waits for that of the bias."""
-        pairs = bias_gradients(graph.nodes.values(), graph.consumers())
+        pairs = bias_gradients(graph, graph.consumers())
         level = graph.levels() if pairs else {}
         before: dict[Node, set[Node]] = {}
         for bias, of_filter in pairs:

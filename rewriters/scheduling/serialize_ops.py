@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from rewriters.analysis.autodiff_roles import reads_shape_only
 from rewriters.device.kernel_scratch import ConcurrencyGroup, is_conv_or_pool_grad, takes_memory
 from rewriters.device.merged_kernels import may_merge
-from rewriters.device.properties import (
-    allocates,
-    device_of,
-    forwards_input_buffer,
-    may_run_in_place,
-)
+from rewriters.device.op_buffers import allocates, forwards_input_buffer, may_run_in_place
 from rewriters.ir.graph import Graph, Node, Tensor, predecessors
 from rewriters.scheduling.control_edges import ControlEdge, EdgePass
 
@@ -62,7 +58,7 @@ class SerializeLargeOps(EdgePass):
             unordered |= _fusion_group(node, consumers, done)
             if _takes_no_memory(node) or node.name in self.fixed:
                 continue
-            device, phases = device_of(node), (True,) if node.name in self.backward else (True, False)
+            device, phases = graph.device_of(node), (True,) if node.name in self.backward else (True, False)
             if moved_bytes >= self.min_bytes:
                 chain = chains[device, phases[-1]]
                 before = [*chain.consumers, *([chain.last] if chain.last is not None else [])]
@@ -88,12 +84,13 @@ class SerializeScratchGroups(EdgePass):
 
     def edges(self, graph: Graph) -> Iterator[ControlEdge]:
         """Yield edges between those ops."""
-        if not any(map(takes_memory, graph.nodes.values())):
+        member = functools.partial(takes_memory, device=graph.device)
+        if not any(map(member, graph.nodes.values())):
             return
         groups: dict[str, ConcurrencyGroup[Node]] = {}
-        for node in filter(takes_memory, graph.execution_order()):
+        for node in filter(member, graph.execution_order()):
             if node.name not in self.fixed:
-                yield from _join(groups.setdefault(device_of(node), ConcurrencyGroup()), node)
+                yield from _join(groups.setdefault(graph.device_of(node), ConcurrencyGroup(member)), node)
 
 
 def layer_gradient_edges(nodes: Iterable[Node]) -> Iterator[ControlEdge]:

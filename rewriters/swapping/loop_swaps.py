@@ -17,7 +17,6 @@ from rewriters.device.loop_lists import loop_facts
 from rewriters.ir.graph import LOOPS, Graph, Node, Tensor, predecessors
 from rewriters.ir.loop_bodies import add_body, function_reads, readers_of, source_of
 from rewriters.ir.static_values import int_constant, type_attr
-from rewriters.ir.variables import variable_handles
 from rewriters.swapping.tiers import Tier
 
 __all__: list[str] = []
@@ -187,7 +186,7 @@ def _set_body(graph: Graph, loop: Node, body: Graph, tier: Tier) -> None:
         loop.attrs = {**loop.attrs, "body": _function_attr(added)}
     loop.op = "While"
     loop.attrs = {**loop.attrs, "parallel_iterations": tf.compat.v1.AttrValue(i=1)}
-    if not variable_handles(loop):  # A loop that reads a variable waits for earlier writes, as of the step before.
+    if not loop.variable_handles:  # A loop that reads a variable waits for earlier writes, as of the step before.
         graph.unordered.add(loop.name)
     loop.loop = loop_facts(loop, body, loop.loop.lengths)
 

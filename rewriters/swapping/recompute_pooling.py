@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rewriters.analysis.graph_analysis import GraphAnalysis
-from rewriters.device import properties
 from rewriters.ir.graph import Graph, Node
 from rewriters.ir.graph_pass import GraphPass, PassResult
 from rewriters.ir.op_traits import traits_of
@@ -31,7 +30,7 @@ class RecomputePooling(GraphPass[PassResult]):
 
     def call(self, graph: Graph) -> PassResult:
         """Add the poolings."""
-        if not properties.pool_grad_needs_forward_workspace():
+        if not graph.device.uses_onednn:
             return PassResult(graph, changed=False)
         backward = self.analyse(graph).backward
         gradients = [

@@ -17,13 +17,11 @@ from rewriters.analysis import summation_order
 from rewriters.analysis.autodiff_roles import in_scope, reads_shape_only
 from rewriters.analysis.graph_analysis import GraphAnalysis, require_analysed
 from rewriters.device.merged_kernels import cycle_of_merged, merged_ops
-from rewriters.device.properties import device_of
 from rewriters.errors import RewriteError, SwapError
 from rewriters.ir.graph import Graph, Node, Tensor, ancestors, predecessors, producers
 from rewriters.ir.graph_pass import GraphPass, PassResult, run_pass, run_passes
 from rewriters.ir.legality import Stage
 from rewriters.ir.op_traits import Trait, is_collective, ops_with
-from rewriters.ir.variables import may_write_variable
 from rewriters.scheduling.control_edges import ControlEdge, EdgePasses
 from rewriters.scheduling.delay_early_ops import DelayEarlyOps, earliest_forward_level
 from rewriters.scheduling.separate_gradients import SeparateGradients
@@ -191,7 +189,7 @@ class _SwapSelector:
         self.batch = batch
         self.fixed = summation_order.flattenable_sums(analysis)
         ready = earliest_forward_level(analysis)
-        no_triggers = self.fixed | merged_ops(analysis.order, analysis.consumers).keys()
+        no_triggers = self.fixed | merged_ops(analysis.graph, analysis.consumers).keys()
         self.search = TriggerSearch(
             analysis.graph, analysis.backward, levels=analysis.level, ready=ready, fixed=no_triggers
         )
@@ -287,7 +285,7 @@ class _SwapSelector:
             distance = level[reader] - level[tensor.node]
             branch = self.options.swap_branches and distance > self.options.branch_threshold
             late = self.search.ready[reader] > last_forward if reader in backward else branch
-            if distance > 1 and late and not may_write_variable(reader):
+            if distance > 1 and late and not reader.may_write_variable:
                 late_readers.append(reader)
         return sorted(late_readers, key=level.__getitem__)
 
@@ -401,12 +399,13 @@ class InsertSwaps(GraphPass[SwapResult]):
                 chains.extend(swap_ins)
         done = tuple(out.done for out in outs)
         is_acyclic = not cycle_of_merged(graph)  # A cycle from before swapping is not reported.
-        _add_unless_cyclic(new, _limit_in_flight(outs, self.max_in_flight, after_exchanges(self.analysis)), is_acyclic)
+        limits = _limit_in_flight(new, outs, self.max_in_flight, after_exchanges(self.analysis))
+        _add_unless_cyclic(new, limits, is_acyclic)
         outs += self._insert_lists(new)
         _add_unless_cyclic(new, _wait_for_releases(chains, level), is_acyclic)
         needed = ancestors(out.done for out in outs)  # by the new edges too
         last = max(level.values()) + 1
-        updates = {new.nodes[node.name]: level[node] for node in level if may_write_variable(node)}
+        updates = {new.nodes[node.name]: level[node] for node in level if node.may_write_variable}
         _run_updates_last(new, outs, {node: at if node in needed else last for node, at in updates.items()})
         try:
             new.execution_order()
@@ -440,9 +439,11 @@ class InsertSwaps(GraphPass[SwapResult]):
         num_nodes = len(new.nodes)
         prefix = f"lms/{source.node.name}" + (f"_{source.index}" if source.index else "")
         swapped = tier.swap_out(new, source, new.unique_name(f"{prefix}/swap_out"), len(swap.swap_ins))
+        self._set_metadata(new, num_nodes, source.node)
         out = _SwapOut(self.analysis.level[swap.tensor.node], source.node, swapped.node, swap.merged)
         chains: list[_SwapInChain] = []
         for number, swap_in in enumerate(swap.swap_ins):
+            num_nodes = len(new.nodes)
             name = new.unique_name(f"{prefix}/swap_in_{number}")
             copy = tier.swap_in(new, swapped, source, new.nodes[swap_in.control.name], name)
             new.nodes[name].loop = copy.node.loop = source.estimated_size()
@@ -451,9 +452,14 @@ class InsertSwaps(GraphPass[SwapResult]):
                 node.inputs = [copy if t == source else t for t in node.inputs]
             release = tier.release(new, new.unique_name(f"{prefix}/given_back_{number}"), readers)
             chains.append(_SwapInChain(new.nodes[name], swap_in, release))
-        for node in itertools.islice(new.nodes.values(), num_nodes, None):
-            node.metadata = source.node.metadata
+            self._set_metadata(new, num_nodes, readers[0])
         return out, chains
+
+    @staticmethod
+    def _set_metadata(graph: Graph, num_nodes: int, like: Node) -> None:
+        """Give the nodes that were added after the first `num_nodes` the metadata of another one."""
+        for node in itertools.islice(graph.nodes.values(), num_nodes, None):
+            node.metadata = like.metadata
 
 
 def insert_swaps(analysis: GraphAnalysis, swaps: Sequence[Swap], tier: Tier, max_in_flight: int) -> SwapResult:
@@ -509,7 +515,9 @@ def _add_unless_cyclic(graph: Graph, edges: Iterable[ControlEdge], is_acyclic: b
             edge.node.control_inputs.remove(edge.before)
 
 
-def _limit_in_flight(outs: list[_SwapOut], max_in_flight: int, fixed: Container[str]) -> Iterator[ControlEdge]:
+def _limit_in_flight(
+    graph: Graph, outs: list[_SwapOut], max_in_flight: int, fixed: Container[str]
+) -> Iterator[ControlEdge]:
     """Let the producer of a tensor wait for the swap-out on its device `max_in_flight` before it, unless it is fixed.
 
     Otherwise tensors queue up on the device where writing is slower than computing. Like every edge that swapping
@@ -517,7 +525,7 @@ def _limit_in_flight(outs: list[_SwapOut], max_in_flight: int, fixed: Container[
     """
     on_device: dict[str, list[_SwapOut]] = {}
     for out in sorted(outs, key=lambda out: out.level):
-        on_device.setdefault(device_of(out.producer), []).append(out)
+        on_device.setdefault(graph.device_of(out.producer), []).append(out)
     for ordered in on_device.values():
         for before, after in zip(ordered, ordered[max_in_flight:], strict=False):
             if after.level > before.level and not after.merged and after.producer.name not in fixed:

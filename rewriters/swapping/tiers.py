@@ -10,7 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from rewriters.ir import tf_internals
-from rewriters.ir.graph import Graph, Node, Tensor, from_tf_graph
+from rewriters.ir.graph import Graph, Node, Tensor
+from rewriters.ir.graph_reader import from_tf_graph
 from rewriters.ir.static_values import type_attr
 from rewriters.swapping.spill_store import SpillStore
 
@@ -326,7 +327,7 @@ def _spliced(
     specs = [tf.TensorSpec(t.shape, t.dtype) for t in operands]
     traced = tf_internals.trace_func_graph(name.replace("/", "_"), call, specs)
     references.append(traced)  # It keeps the Python function.
-    part = from_tf_graph(traced, traced.inputs, traced.outputs, [])
+    part = from_tf_graph(traced, traced.inputs, traced.outputs, [], graph.device)
     outer = dict(zip(part.inputs, operands, strict=True))
     calls: list[str] = []
     for node in part.nodes.values():

@@ -26,7 +26,7 @@ from rewriters.analysis.autodiff_roles import reads_shape_only
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.errors import NotTileableError
 from rewriters.ir.graph import Node, Tensor
-from rewriters.ir.inlining import is_xla_call
+from rewriters.ir.graph_reader import is_xla_call
 from rewriters.rules.reduction import Reduce
 from rewriters.rules.registry import TileKind, find_rule
 

@@ -24,7 +24,6 @@ from typing import Any
 
 from rewriters.analysis.autodiff_roles import reads_shape_only
 from rewriters.analysis.graph_analysis import GraphAnalysis
-from rewriters.device import properties
 from rewriters.ir.graph import Node, Tensor
 from rewriters.rules.registry import find_rule
 from rewriters.tiling.barrier_levels import BarrierLevels, MomentPair
@@ -157,7 +156,7 @@ class CheckpointSelection:
 
     def _compared_tensors(self) -> set[Tensor]:
         """Return operands of comparisons, such as `x == max(x)`: recomputed values may differ in the last bit."""
-        comparisons = {"Equal", "NotEqual", *properties.comparing_kernels()}
+        comparisons = {"Equal", "NotEqual", *self._analysis.graph.device.comparing_kernels}
         consumers = (node for node in self._roles.tiled if node.op in comparisons)
         operands = {t for node in consumers for t in self._roles.operands(node)}
         return {t for t in operands & self._storable if t.dtype.is_floating}

@@ -12,7 +12,7 @@ from rule_cases import CASES
 
 from rewriters.batch_semantics.domain import AbstractValue, MixedScalingError, NonlinearError
 from rewriters.batch_semantics.scaling_rules import scaling_exponent
-from rewriters.ir.graph import from_concrete_function
+from rewriters.ir.graph_reader import from_concrete_function
 from rewriters.rules.contraction import CLASSIFICATIONS
 from rewriters.rules.elementwise import is_zero
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rewriters.canonicalize import canonicalize
-from rewriters.ir.graph import Graph, Node, ancestors, from_concrete_function
-from rewriters.ir.inlining import is_call
+from rewriters.ir.graph import Graph, Node, ancestors
+from rewriters.ir.graph_reader import from_concrete_function, is_call
 from rewriters.ir.static_values import StaticEvaluator
 from rewriters.step_importer import StepImporter
 

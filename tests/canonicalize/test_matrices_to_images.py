@@ -9,6 +9,7 @@ from equivalence import TOLERANCE, batches_of, error, model_step
 from keras import layers
 
 import tflms_sft
+from rewriters.ir.device_detection import planned_device
 from rewriters.rules.contraction import CROSS_ENTROPIES, run_per_pixel
 
 RANDOM = np.random.RandomState(0)
@@ -126,9 +127,9 @@ def test_fold_matrices_convnext_blocks_run_in_tiles(known):
 @pytest.mark.parametrize("op", CROSS_ENTROPIES)
 def test_fold_matrices_cross_entropy_of_images_of_unknown_size_equals_original(op):
     """Tiles that take rows from their neighbours may lose their static shape."""
-    features = numbers(2, 3, 4, 5)
+    device, features = planned_device(), numbers(2, 3, 4, 5)
     labels = tf.constant(RANDOM.randint(0, 5, (2, 3, 4))) if op.startswith("Sparse") else tf.nn.softmax(features + 1)
     specs = [tf.TensorSpec([None] * t.shape.rank, t.dtype) for t in (features, labels)]
-    unknown = tf.function(lambda f, y: run_per_pixel(op, f, y), input_signature=specs)
-    for got, want in zip(unknown(features, labels), run_per_pixel(op, features, labels), strict=True):
+    unknown = tf.function(lambda f, y: run_per_pixel(op, device, f, y), input_signature=specs)
+    for got, want in zip(unknown(features, labels), run_per_pixel(op, device, features, labels), strict=True):
         assert got.shape == want.shape and error(got, want) < TOLERANCE

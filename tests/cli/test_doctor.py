@@ -5,8 +5,6 @@ import re
 
 import tensorflow as tf
 
-from rewriters.device import kernel_scratch
-
 
 def test_doctor_on_supported_machine_is_ok(cli):
     code, out, _ = cli("doctor", "--json")
@@ -19,10 +17,9 @@ def test_doctor_on_supported_machine_is_ok(cli):
     assert lines["tensorflow"]["text"] == tf.__version__
 
 
-def test_doctor_tiles_small_step_beside_kernel_scratch(cli, monkeypatch):
+def test_doctor_tiles_small_step_beside_kernel_scratch(cli, plan_with):
     """TensorFlow's own kernels take as much scratch memory as a cache has, which other tests leave out."""
-    monkeypatch.setattr(kernel_scratch, "L3_BYTES", 30 * 2**20)
-    monkeypatch.setattr(kernel_scratch, "last_level_cache", lambda: 30 * 2**20)
+    plan_with(l3_bytes=30 * 2**20, last_level_cache_bytes=30 * 2**20)
     code, out, _ = cli("doctor")
     assert code == 0 and re.search(r"^ok +small step, tiles +1 segment\(s\); ", out, flags=re.MULTILINE)
 

@@ -71,7 +71,7 @@ def test_op_without_a_gpu_kernel_fails(checked):
 
 @needs_kernels
 def test_tensors_that_loops_copy_fail(checked, monkeypatch):
-    monkeypatch.setattr("rewriters.emission.loop_emitter.reads_gpu_memory", lambda node, tensor: False)
+    monkeypatch.setattr("rewriters.emission.loop_emitter.reads_gpu_memory", lambda graph, node, tensor: False)
     code, out = checked({"volumes": kernel_check._networks()["volumes"]})
     (line,) = [line for line in out.splitlines() if "GPU copies" in line]
     assert code == 1 and line.startswith("FAILED") and "(int32) of volumes" in line

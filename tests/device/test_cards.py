@@ -4,12 +4,13 @@ import json
 
 import pytest
 import tensorflow as tf
+from devices import planning_for_card
 
 import tflms_sft
 from benchmarks import _nets, _results
-from rewriters.device import properties
-from rewriters.device.allocator import BestFitAllocator
-from rewriters.device.cards import CARDS, GIB, planned_card, planning_for
+from rewriters.device.allocator import BestFitAllocator, empty_pool, pools
+from rewriters.device.cards import CARDS, GIB
+from rewriters.ir.device_detection import planned_device
 from tflms_sft._machine import calibration
 from tflms_sft._machine.card_rates import card_rates
 
@@ -21,16 +22,16 @@ def tf32():
     tf.config.experimental.enable_tensor_float_32_execution(before)
 
 
-def test_properties_are_those_of_the_card_only_within_the_context():
-    before = properties.name(), properties.has_allocator_stats(), properties.min_counted_bytes()
-    with planning_for(CARDS["rtx2080ti"]):
-        assert properties.name() == "GPU:0" and properties.compute_capability() == 7.5
-        assert properties.has_allocator_stats() and properties.min_counted_bytes() == 0
-        assert not properties.unfolds_convolutions() and not properties.writes_in_place()
-        pool = properties.pool()
-        assert isinstance(pool, BestFitAllocator) and len(list(properties.pools(GIB))) == 1, "one region"
-    assert planned_card() is None
-    assert (properties.name(), properties.has_allocator_stats(), properties.min_counted_bytes()) == before
+def test_planned_device_is_the_card_only_within_the_context():
+    before = planned_device()
+    with planning_for_card("rtx2080ti"):
+        device = planned_device()
+    assert device.name == "GPU:0" and device.card == CARDS["rtx2080ti"] and device.compute_capability == 7.5
+    assert device.has_allocator_stats and device.min_counted_bytes == 0
+    assert not device.unfolds_convolutions and not device.writes_in_place
+    pool = empty_pool(device)
+    assert isinstance(pool, BestFitAllocator) and len(list(pools(device, GIB))) == 1, "one region"
+    assert planned_device() == before and not before.card
 
 
 @pytest.mark.parametrize(("name", "limit_mib"), [("rtx2080ti", 9648), ("a100-40", 38341)])
@@ -49,7 +50,7 @@ def test_rates_use_tensor_cores_only_if_the_card_and_tensorflow_do(tf32):
 
 
 def test_planner_takes_rates_of_the_card():
-    with planning_for(CARDS["a100-40"]):
+    with planning_for_card("a100-40"):
         assert calibration.machine_rates() == calibration.stored_rates() == card_rates(CARDS["a100-40"])
     assert calibration.machine_rates() != card_rates(CARDS["a100-40"])
 
@@ -59,6 +60,6 @@ def test_times_of_original_steps_are_near_those_of_the_card(net, size, batch, tf
     tf32(True)
     measured = json.loads((_results.RESULTS / "gpu_nvidia_h200.json").read_text())[f"peak/{net}"]["seconds"][0]
     step = _nets.TASKS[net].step(size, batch)
-    with planning_for(CARDS["h200"]):
+    with planning_for_card("h200"):
         rewritten = tflms_sft.rewrite(step, tflms_sft.AutoParams("1TiB"), *step.input_signature)
     assert rewritten.plan.original.seconds == pytest.approx(measured, rel=0.25)

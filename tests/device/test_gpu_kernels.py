@@ -8,15 +8,16 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from devices import device_with, planning_for_card
 from tensorflow.python.eager import context
 
 import tflms_sft
 from benchmarks import _results
 from rewriters.canonicalize.canonicalize import read_canonical
-from rewriters.device import gpu_kernels, properties
-from rewriters.device.cards import CARDS, planning_for
+from rewriters.device import gpu_kernels
 from rewriters.device.kernel_scratch import op_scratch
 from rewriters.ir import tf_internals
+from rewriters.ir.device_detection import planned_device
 
 MEASURED = json.loads((_results.RESULTS / "gpu_nvidia_h200.json").read_text())
 OPS = {"forward": "Conv2D", "input gradient": "Conv2DBackpropInput", "filter gradient": "Conv2DBackpropFilter"}
@@ -26,7 +27,7 @@ BATCH = 4
 @pytest.fixture
 def gpu():
     """Plan for a GPU with tensor cores."""
-    with planning_for(CARDS["h200"]):
+    with planning_for_card("h200"):
         yield
 
 
@@ -67,7 +68,7 @@ def predicted(kind, size, channels, taps, stride):
     function = tf.function(run, input_signature=[tf.TensorSpec(shapes[first]), tf.TensorSpec(shapes[second])])
     graph = read_canonical(function.get_concrete_function())
     (node,) = [node for node in graph.nodes.values() if node.op == OPS[kind]]
-    return op_scratch(node, BATCH)
+    return op_scratch(node, BATCH, graph.device)
 
 
 @pytest.mark.parametrize("limit", ["default", "64MiB"])
@@ -100,10 +101,10 @@ def test_limit_of_the_workspace_bounds_it(gpu, tf32, monkeypatch):
     ("capability", "dtype", "is_last"),
     [(8.0, "float32", True), (7.5, "float32", False), (7.5, "float16", True), (7.5, "bfloat16", False)],
 )
-def test_channels_stay_last_where_tensor_cores_compute(capability, dtype, is_last, gpu, tf32, monkeypatch):
+def test_channels_stay_last_where_tensor_cores_compute(capability, dtype, is_last, gpu, tf32):
     tf32(True)
-    monkeypatch.setattr(properties, "compute_capability", lambda: capability)
-    assert gpu_kernels.computes_channels_last(tf.as_dtype(dtype)) == is_last
+    device = device_with(compute_capability=capability)
+    assert gpu_kernels.computes_channels_last(tf.as_dtype(dtype), device) == is_last
 
 
 def test_a_product_of_matrices_has_no_scratch(gpu, tf32):
@@ -141,17 +142,17 @@ ALL_OFF = set(gpu_kernels.SWITCHED_OFF)
 
 
 @pytest.fixture
-def pretended(monkeypatch):
+def pretended(plan_with):
     """Pretend that there is a GPU, for the options of TensorFlow's optimizers alone."""
-    monkeypatch.setattr(properties, "name", lambda: "GPU:0")
+    plan_with(name="GPU:0")
     yield
     assert not switched_off()
 
 
-def test_rewritten_steps_run_without_three_optimizers_on_a_gpu(monkeypatch):
+def test_rewritten_steps_run_without_three_optimizers_on_a_gpu(monkeypatch, plan_with):
     seen = []
     rewritten = tflms_sft.rewrite(tf.function(tf.reduce_sum), tflms_sft.SFTParams(), tf.ones((2, 3)))
-    monkeypatch.setattr(properties, "name", lambda: "GPU:0")
+    plan_with(name="GPU:0")
     monkeypatch.setattr(rewritten, "_function", lambda *_: seen.append(switched_off()))
     rewritten(tf.ones((2, 3)))
     assert seen == [ALL_OFF]
@@ -184,7 +185,7 @@ def test_a_thread_keeps_its_optimizers(pretended):
         assert not pool.submit(switched_off).result()
 
 
-def test_records_of_a_run_have_the_options_of_the_eager_runtime(monkeypatch):
+def test_records_of_a_run_have_the_options_of_the_eager_runtime(monkeypatch, plan_with):
     seen, session = [], tf.compat.v1.Session
 
     def watched(*, graph, config):
@@ -194,7 +195,7 @@ def test_records_of_a_run_have_the_options_of_the_eager_runtime(monkeypatch):
     step = tf.function(lambda x: x + 1, autograph=False).get_concrete_function(tf.TensorSpec([2]))
     monkeypatch.setattr(tf.compat.v1, "Session", watched)
     tf_internals.step_stats(step, [tf.ones(2)])
-    monkeypatch.setattr(properties, "name", lambda: "GPU:0")
+    plan_with(name="GPU:0")
     with gpu_kernels.without_gpu_optimizers():
         tf_internals.step_stats(step, [tf.ones(2)])
     assert seen == [set(), ALL_OFF]
@@ -239,4 +240,4 @@ def test_scratch_of_softmax_is_two_tensors_of_its_result_shape(dtype, copies, gp
     spec = tf.TensorSpec((BATCH, 8, 16, 16), dtype)
     traced = tf.function(tf.nn.softmax, input_signature=[spec], autograph=False).get_concrete_function()
     (node,) = [node for node in read_canonical(traced).nodes.values() if node.op == "Softmax"]
-    assert op_scratch(node, BATCH) == copies * node.out().num_bytes(BATCH)
+    assert op_scratch(node, BATCH, planned_device()) == copies * node.out().num_bytes(BATCH)

@@ -12,8 +12,9 @@ from tensorflow.python.eager import context
 import tflms_sft
 from benchmarks import _graph_optimizers as optimizers
 from rewriters.device import gpu_kernels
-from rewriters.device.cards import CARDS, planning_for
+from rewriters.device.cards import CARDS
 from rewriters.emission import buffers
+from rewriters.ir.device_model import planning_for
 
 CARD = CARDS["a100-40"]
 SIZE, BATCH = 32, 2
@@ -79,7 +80,7 @@ def rewritten(name):
         model.optimizer.build(model.trainable_variables)
         specs = tf.TensorSpec((BATCH, *model.input_shape[1:])), tf.TensorSpec((BATCH, 4))
         step = tf.function(lambda x, y: model.train_step((x, y))["loss"], autograph=False)
-        with planning_for(CARD):
+        with planning_for(CARD.device_model):
             return tflms_sft.rewrite(step, params, *specs)
     finally:
         keras.config.set_floatx(floatx)
@@ -236,7 +237,7 @@ def test_a_step_in_a_function_of_the_user_runs_without_the_optimizers(tmp_path):
         return tf.reduce_sum(tf.nn.relu(tf.nn.bias_add(tf.nn.conv2d(x, weights, 1, "SAME"), [1.0, 2.0, 3.0, 4.0])))
 
     images = tf.ones((1, SIZE, SIZE, 4))
-    with planning_for(CARD):
+    with planning_for(CARD.device_model):
         fast = tflms_sft.rewrite(step, tflms_sft.SFTParams(num_tiles=(1, 1)), images)
         ours = tf.function(lambda x: (fast(x), tf.identity(count)), autograph=False)
         theirs = tf.function(lambda x: (fast.concrete_function(x), tf.identity(count)), autograph=False)

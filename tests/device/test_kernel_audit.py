@@ -4,14 +4,16 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from devices import planning_for_card
 from keras import layers
 
 import tflms_sft
-from rewriters.device.cards import CARDS, planning_for
+from rewriters.device.cards import CARDS
 from rewriters.device.kernel_audit import audit_kernels, reads_gpu_memory
 from rewriters.emission.buffers import empty_buffer
 from rewriters.errors import RewriteError
-from rewriters.ir.graph import from_concrete_function
+from rewriters.ir.device_detection import planned_device
+from rewriters.ir.graph_reader import from_concrete_function
 
 pytestmark = pytest.mark.skipif(not tf.test.is_built_with_cuda(), reason="needs a build with GPU kernels")
 
@@ -194,7 +196,7 @@ CASES = {
 def test_rewritten_step_has_all_kernels_and_no_copies(case):
     net, params = CASES[case]
     step, data = step_of(net)
-    with planning_for(CARDS["h200"]):
+    with planning_for_card("h200"):
         rewritten = tflms_sft.rewrite(step, params)
     result = audit_kernels(rewritten.concrete_function)
     assert not result.missing and not result.host_tensors
@@ -209,8 +211,8 @@ def test_rewritten_step_has_all_kernels_and_no_copies(case):
 
 def test_uninitialised_booleans_have_a_gpu_kernel():
     """A loop may write a boolean for each pixel, such as whether its class is right."""
-    with planning_for(CARDS["h200"]):
-        traced = tf.function(lambda: empty_buffer((2, 3), tf.bool, True), autograph=False).get_concrete_function()
+    device = CARDS["h200"].device_model(planned_device())
+    traced = tf.function(lambda: empty_buffer((2, 3), tf.bool, True, device), autograph=False).get_concrete_function()
     assert not audit_kernels(traced).missing
     assert traced().dtype == tf.bool and not np.any(traced())
 
@@ -220,8 +222,9 @@ def test_kernels_that_compare_int32_read_host_memory_and_casts_the_memory_of_the
         return tf.cast(labels, tf.float32), tf.raw_ops.Equal(x=labels, y=labels)
 
     traced = tf.function(function, input_signature=[LABELS], autograph=False).get_concrete_function()
-    ops = {node.op: node for node in from_concrete_function(traced).nodes.values()}
-    with planning_for(CARDS["h200"]):
-        assert reads_gpu_memory(ops["Cast"], ops["Cast"].inputs[0])
-        assert not reads_gpu_memory(ops["Equal"], ops["Equal"].inputs[0])
-    assert not reads_gpu_memory(ops["Cast"], ops["Cast"].inputs[0]), "plans are for the CPU"
+    graph = from_concrete_function(traced)
+    ops = {node.op: node for node in graph.nodes.values()}
+    assert not reads_gpu_memory(graph, ops["Cast"], ops["Cast"].inputs[0]), "plans are for the CPU"
+    graph.device = CARDS["h200"].device_model(graph.device)
+    assert reads_gpu_memory(graph, ops["Cast"], ops["Cast"].inputs[0])
+    assert not reads_gpu_memory(graph, ops["Equal"], ops["Equal"].inputs[0])

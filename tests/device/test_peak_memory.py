@@ -6,13 +6,13 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from devices import device_with, planning_for_card
 from gradients import gradient_step, model_of
 from keras import layers
 
 import tflms_sft
-from rewriters.device import properties
-from rewriters.device.allocator import MIB, BestFitAllocator, ExactAllocator
-from rewriters.device.cards import CARDS, planning_for
+from rewriters.device.allocator import MIB, BestFitAllocator, ExactAllocator, empty_pool, pools
+from rewriters.device.cards import CARDS
 from rewriters.device.peak_memory import (
     Action,
     AllocationEvent,
@@ -24,6 +24,7 @@ from rewriters.device.peak_memory import (
     with_delayed_frees,
     worst_kernel,
 )
+from rewriters.ir.device_detection import detect_device, planned_device
 from rewriters.ir.graph import Node
 from tflms_sft import AutoParams, SFTParams
 
@@ -42,34 +43,34 @@ def peak(*order, scratch=None, keep=(), pool=None):
 
 
 @pytest.mark.parametrize("between", [0, 1])
-def test_concurrent_scratch_of_unordered_gradients_adds_up(between, monkeypatch):
-    monkeypatch.setattr(properties, "num_operations", lambda: 2)
+def test_concurrent_scratch_of_unordered_gradients_adds_up(between):
+    device = device_with(inter_op_threads=2)
     image, filters, grad = op("image", "Relu"), op("filters", "Relu"), op("grad", "Relu")
     first = op("first", "Conv2DBackpropFilter", image, filters, grad).node
     others = [op(f"other{n}", "Relu", grad).node for n in range(between)]
     second = op("second", "Conv2DBackpropInput", image, filters, grad).node
     order = [image.node, filters.node, grad.node, first, *others, second]
     scratch = {node: {first: 3, second: 4}.get(node, 0) for node in order}
-    assert {n: b for n, b in concurrent_scratch(scratch, order).items() if b} == {first: (3, 4), second: (4, 3)}
+    assert {n: b for n, b in concurrent_scratch(scratch, order, device).items() if b} == {first: (3, 4), second: (4, 3)}
     for before, after in zip([first, *others], [*others, second], strict=True):
         after.control_inputs.append(before)
-    assert {n: b for n, b in concurrent_scratch(scratch, order).items() if b} == {first: (3,), second: (4,)}
+    assert {n: b for n, b in concurrent_scratch(scratch, order, device).items() if b} == {first: (3,), second: (4,)}
 
 
 @pytest.mark.parametrize(
     ("threads", "taken"),
     [(1, [3, 4, 5, 6]), (2, [9, 10, 11, 11]), (3, [14, 15, 15, 15]), (8, [18, 18, 18, 18])],
 )
-def test_concurrent_scratch_is_limited_by_inter_op_threads(threads, taken, monkeypatch):
+def test_concurrent_scratch_is_limited_by_inter_op_threads(threads, taken):
     """Two convolutions are added: all four gradients wait for one gradient."""
-    monkeypatch.setattr(properties, "num_operations", lambda: threads)
+    device = device_with(inter_op_threads=threads)
     grad, image = op("grad", "Relu"), op("image", "Relu")
     four = [op(f"op{n}", "Conv2DBackpropFilter", image, image, grad).node for n in range(4)]
     order = [grad.node, image.node, *four]
     scratch = {node: 3 + four.index(node) if node in four else 0 for node in order}
-    assert [sum(concurrent_scratch(scratch, order)[node]) for node in four] == taken
+    assert [sum(concurrent_scratch(scratch, order, device)[node]) for node in four] == taken
     four[3].control_inputs.append(four[0])
-    ordered = concurrent_scratch(scratch, order)
+    ordered = concurrent_scratch(scratch, order, device)
     assert list(ordered[four[0]]) == [3, 5, 4][:threads] and list(ordered[four[3]]) == [6, 5, 4][:threads]
 
 
@@ -229,7 +230,7 @@ def test_graph_peak_of_empty_graph_is_fixed_bytes():
 # A GPU's memory ---------------------------------------------------------------------------------------------
 
 
-def holes():
+def holes(**facts):
     """Return allocations of at most 90 MiB at once, the last of which does not fit into the hole of the first."""
     names = iter("abcd")
     sizes = {"a": 40 * MIB, "b": 10 * MIB, "c": 40 * MIB, "d": 70 * MIB}
@@ -246,45 +247,34 @@ def holes():
 
     before = [allocation(), allocation(), allocation(), run(), free("a"), free("c")]
     events = [*before, allocation(), run(), free("d"), free("b")]
-    return AllocationTrace(events, events, [], 0)
-
-
-def card_of(num_bytes):
-    """Return a card on which TensorFlow allocates `num_bytes`."""
-    card = CARDS["rtx2080ti"]
-    return dataclasses.replace(card, memory_bytes=card.memory_bytes - card.memory_limit + num_bytes)
+    return AllocationTrace(events, events, [], 0, device_with(**facts))
 
 
 @pytest.mark.parametrize(
     ("limit", "usable", "lost"),
     [(200, 180, 0), (134, 120, 0), (133, 119, 30), (101, 90, 30), (91, 81, 30), (89, 80, 0)],
 )
-def test_fragmentation_counts_on_a_gpu_that_is_nearly_full(limit, usable, lost, monkeypatch):
+def test_fragmentation_counts_on_a_gpu_that_is_nearly_full(limit, usable, lost):
     """`d` needs 120 MiB of memory. If tensors alone exceed the memory, nothing is added."""
-    with planning_for(card_of(limit * MIB)):
-        assert properties.usable_bytes() // MIB == usable
+    with planning_for_card("rtx2080ti", memory_limit=limit * MIB):
+        assert planned_device().usable_bytes // MIB == usable
         found = graph_peak(holes(), {})
         assert found.peak_bytes == 90 * MIB + found.fragmentation_bytes
         assert lost * MIB <= found.fragmentation_bytes <= 1.2 * lost * MIB
         assert graph_peak(holes(), {}, limit=90 * MIB).peak_bytes > 90 * MIB if lost else True
-        monkeypatch.setenv("TF_GPU_ALLOCATOR", "cuda_malloc_async")
-        assert graph_peak(holes(), {}).peak_bytes == 90 * MIB, "its pages have any address"
+        assert graph_peak(holes(maps_pages=True), {}).peak_bytes == 90 * MIB, "its pages have any address"
 
 
 def test_cuda_malloc_async_counts_requested_bytes(monkeypatch):
+    card = CARDS["rtx2080ti"].device_model(planned_device())
+    (pool,) = pools(dataclasses.replace(card, maps_pages=True), MIB)
+    pool.allocate(1000)
+    assert pool.in_use == 1000
+    pool = empty_pool(card)
+    pool.allocate(1000)
+    assert pool.in_use == 1024
     monkeypatch.setenv("TF_GPU_ALLOCATOR", "cuda_malloc_async")
-    with planning_for(CARDS["rtx2080ti"]):
-        for pool in properties.pools(MIB):
-            pool.allocate(1000)
-            assert pool.in_use == 1000
-        monkeypatch.delenv("TF_GPU_ALLOCATOR")
-        pool = properties.pool()
-        pool.allocate(1000)
-        assert pool.in_use == 1024
-    monkeypatch.setenv("TF_GPU_ALLOCATOR", "cuda_malloc_async")
-    monkeypatch.setattr(properties, "has_allocator_stats", lambda: True)
-    monkeypatch.setattr(properties, "min_counted_bytes", lambda: 0)
-    assert isinstance(properties.pool(), BestFitAllocator), "the variable is none of a CPU"
+    assert not detect_device.__wrapped__("CPU:0").maps_pages, "the variable is none of a CPU"
 
 
 # Whole steps ------------------------------------------------------------------------------------------------
@@ -319,10 +309,10 @@ def test_predicted_peak_of_original_step_is_near_measured(monkeypatch):
 
 
 @pytest.mark.parametrize("tiles", [(2, 2), (3, 4)])
-def test_predicted_peak_of_tiled_step_is_near_measured(monkeypatch, tiles):
+def test_predicted_peak_of_tiled_step_is_near_measured(monkeypatch, plan_with, tiles):
     """Slices, cropped and padded rows are included, fragmentation is not: records hold requested bytes."""
     monkeypatch.setattr("tflms_sft._rewrite.measure.reset_peak", lambda: None)
-    monkeypatch.setattr(properties, "pools", lambda scale: [ExactAllocator()])
+    plan_with(maps_pages=True)
     step = step_of(*blocks())
     fast = tflms_sft.rewrite(step, SFTParams(tiles), IMAGES)
     measured = np.median([tflms_sft.measure(fast, IMAGES).peak_bytes for _ in range(5)])

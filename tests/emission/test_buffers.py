@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rewriters.emission.buffers import DeviceBuffer, FileBuffer, empty_buffer, stacked
+from rewriters.ir.device_detection import planned_device
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +42,7 @@ def run(method, region, value=None, at_run_time=False):
 
     @tf.function(autograph=False)
     def body(whole, part):
-        buffer = DeviceBuffer(whole)
+        buffer = DeviceBuffer(whole, planned_device())
         spans = as_tensors(region) if at_run_time else region
         return buffer.read(spans) if method == "read" else getattr(buffer, method)(spans, part)
 
@@ -65,9 +66,9 @@ def test_device_buffer_read_write_accumulate_regions(region, at_run_time):
 def test_device_buffer_read_keeps_static_sizes():
     @tf.function(input_signature=[tf.TensorSpec((None, 8, 8, 3), tf.float32)])
     def body(x):
-        part = DeviceBuffer(x).read([None, (tf.shape(x)[0], 5), (2, tf.shape(x)[0]), None])
+        part = DeviceBuffer(x, planned_device()).read([None, (tf.shape(x)[0], 5), (2, tf.shape(x)[0]), None])
         assert part.shape.as_list() == [None, 5, None, 3]
-        whole = DeviceBuffer(x).accumulate([None, (1, 5), (0, tf.shape(x)[0]), None], part)
+        whole = DeviceBuffer(x, planned_device()).accumulate([None, (1, 5), (0, tf.shape(x)[0]), None], part)
         assert whole.shape.as_list() == [None, 8, 8, 3]
         return whole
 
@@ -77,8 +78,8 @@ def test_device_buffer_read_keeps_static_sizes():
 def test_device_buffer_full_region_is_not_copied():
     @tf.function(autograph=False)
     def body(x):
-        assert DeviceBuffer(x).read([None, None]) is x
-        return DeviceBuffer(x).write([None, None], x + 1.0)
+        assert DeviceBuffer(x, planned_device()).read([None, None]) is x
+        return DeviceBuffer(x, planned_device()).write([None, None], x + 1.0)
 
     function = body.get_concrete_function(tf.TensorSpec((2, 3), tf.float32))
     assert not {"StridedSlice", "TensorStridedSliceUpdate"} & {op.type for op in function.graph.get_operations()}
@@ -89,7 +90,8 @@ def test_device_buffer_full_region_is_not_copied():
 def test_file_buffer_full_region_is_written_in_place(rows):
     @tf.function(input_signature=[tf.TensorSpec((rows, 3)), tf.TensorSpec((rows, 3))])
     def body(whole, part):
-        buffer = FileBuffer(FileBuffer(whole).write([None, None], part))
+        device = planned_device()
+        buffer = FileBuffer(FileBuffer(whole, device).write([None, None], part), device)
         return buffer.accumulate([None, None], part)
 
     whole, part = tf.zeros((2, 3)), tf.constant([[1.0, 2, 3], [4, 5, 6]])
@@ -103,11 +105,11 @@ def test_device_buffer_filled_by_loop():
     @tf.function(input_signature=[tf.TensorSpec((None, 6), tf.float32)])
     def body(x):
         rows = tf.shape(x)[0]
-        buffer = empty_buffer(stacked([rows, 6]), tf.float32, zero=True)
+        buffer = empty_buffer(stacked([rows, 6]), tf.float32, True, planned_device())
 
         def turn(tile, buffer):
-            part = DeviceBuffer(x).read([None, (2 * tile, 3)])
-            return tile + 1, DeviceBuffer(buffer).accumulate([None, (2 * tile, 3)], part)
+            part = DeviceBuffer(x, planned_device()).read([None, (2 * tile, 3)])
+            return tile + 1, DeviceBuffer(buffer, planned_device()).accumulate([None, (2 * tile, 3)], part)
 
         shapes = (tf.TensorShape([]), tf.TensorShape([None, 6]))
         return tf.while_loop(lambda tile, _: tile < 2, turn, (tf.constant(0), buffer), shapes)[1]
@@ -118,7 +120,7 @@ def test_device_buffer_filled_by_loop():
 
 @pytest.mark.parametrize("dtype", [tf.float16, tf.float32, tf.float64, tf.int32])
 def test_empty_buffer_zero_is_zero(dtype):
-    assert np.all(tf.function(lambda: empty_buffer(stacked([50, 50]), dtype, zero=True))() == 0)
+    assert np.all(tf.function(lambda: empty_buffer(stacked([50, 50]), dtype, True, planned_device()))() == 0)
 
 
 def test_stacked_integers_is_constant():

@@ -17,9 +17,10 @@ TWO_DEVICES = """
     import keras, numpy as np, tensorflow as tf, tflms_sft
     from keras import layers
     from equivalence import error
-    from rewriters.device import kernel_scratch
+    from devices import NO_CACHES, planning_with
 
-    kernel_scratch.L3_BYTES = 0  # As in conftest.py: a process of its own does not read that.
+    planning = planning_with(**NO_CACHES)
+    planning.__enter__()  # As in conftest.py: a process of its own does not read that.
 
     (cpu,) = tf.config.list_physical_devices("CPU")
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
@@ -124,13 +125,14 @@ FIT = """
 
 
 BUDGETS = """
-    from rewriters.device.cards import CARDS, planning_for
+    from rewriters.device.cards import CARDS
+    from devices import planning_for_card
     from tflms_sft._keras.replicas import Replicas
 
     Replicas.devices = ("GPU:0", "GPU:1")
     images, labels = numbers.normal(size=(4, 16, 14, 3)), np.arange(4) % 3
     for budget in ("auto", "30GiB"):
-        with planning_for(CARDS["rtx2080ti"]):
+        with planning_for_card("rtx2080ti"):
             callback = tflms_sft.MemoryBudget(budget, batch_shape=(4, 16, 14, 3), verbose=0)
             new_model().fit(images, labels, batch_size=4, verbose=0, callbacks=[callback])
         print(callback.plan.memory_budget / CARDS["rtx2080ti"].memory_limit, *callback.plan.notes[:1])

@@ -4,12 +4,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from devices import planning_for_card
 from equivalence import TOLERANCE, Cut, Step, differing, error, keras_step, model_step
 from keras import layers
 from nets import conv
 
 import tflms_sft
-from rewriters.device.cards import CARDS, planning_for
 
 
 def pooled(x):
@@ -29,7 +29,7 @@ CUTS = {"tiles": Cut(), "batch": Cut(grid=(1, 3), batch=2), "strips": Cut(grid=(
 @pytest.mark.parametrize("net", NETS)
 def test_loops_for_a_gpu_equal_the_original(net, cut):
     step = keras_step(NETS[net], (37, 24), 3, optimizer=keras.optimizers.SGD(0.1, momentum=0.9), steps=3)
-    with planning_for(CARDS["h200"]):
+    with planning_for_card("h200"):
         assert not differing(step, CUTS[cut])
 
 
@@ -57,7 +57,7 @@ def one_hot(labels, logits):
 @pytest.mark.parametrize("loss", [sparse, one_hot])
 def test_loops_with_a_label_map_for_a_gpu_equal_the_original(loss):
     step: Step = label_map_step(loss)
-    with planning_for(CARDS["h200"]):
+    with planning_for_card("h200"):
         rewritten = tflms_sft.rewrite(step.function, tflms_sft.SFTParams(num_tiles=(3, 2)), *step.specs)
     assert rewritten.plan.segments
     want, got = step.run(step.concrete_fn), step.run(rewritten)
@@ -81,7 +81,7 @@ def test_loops_with_an_int32_map_as_an_argument_equal_the_original():
     start = weights.numpy()
     data = random.normal(size=(2, 24, 20, 3)), random.integers(-4, 5, size=(2, 24, 20), dtype="int32")
     function = tf.function(step, autograph=False)
-    with planning_for(CARDS["h200"]):
+    with planning_for_card("h200"):
         rewritten = tflms_sft.rewrite(function, tflms_sft.SFTParams(num_tiles=(3, 2)), *data)
     assert rewritten.plan.segments
     results = []

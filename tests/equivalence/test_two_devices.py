@@ -70,11 +70,11 @@ SMALL = """
 """
 
 TRANSFERS = """
-    from rewriters.device import properties
+    from devices import planning_with
     from tflms_sft._machine import rate_benchmarks
-    properties.name = lambda: "CPU:1"
-    print(rate_benchmarks._host())
-    copy = rate_benchmarks.out_and_back(2**26)
+    with planning_with(name="CPU:1"):
+        print(rate_benchmarks._host())
+        copy = rate_benchmarks.out_and_back(2**26)
     on_host, on_device = sorted(copy.get_concrete_function().graph.variables, key=lambda variable: variable.device)
     on_host.assign(tf.zeros_like(on_host))
     copy()
@@ -95,7 +95,7 @@ RESNET = """
 
 
 def lines_of(script):
-    env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    env = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", textwrap.dedent(HEAD) + textwrap.dedent(script)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -13,6 +13,7 @@ from rewriters.emission.loop_emitter import trace_loop
 from rewriters.emission.tile_pass import plan_segment
 from rewriters.estimates import loop_memory
 from rewriters.estimates.loop_memory import iteration_peak_bytes, loop_iterations
+from rewriters.ir.device_detection import planned_device
 from rewriters.tiling.segment import build_segment
 from rewriters.tiling.tile_planner import Grid
 
@@ -22,7 +23,7 @@ FLOAT = 4
 @pytest.fixture(autouse=True)
 def no_scratch(monkeypatch):
     """Set kernel scratch, which depends on the processor, to zero."""
-    monkeypatch.setattr(loop_memory, "scratch_bytes", lambda node, call: 0)
+    monkeypatch.setattr(loop_memory, "scratch_bytes", lambda *_: 0)
 
 
 def planned(*body, grid=(4, 4), size=64, batch=1, channels=8, batch_tiles=1):
@@ -47,7 +48,7 @@ def conv(kernel=3, **options):
 def peaks(tile_loop, batch=1):
     """Return the peak bytes of each iteration."""
     result = []
-    for turn in loop_iterations(tile_loop, batch):
+    for turn in loop_iterations(tile_loop, batch, planned_device()):
         held, alive, most = {}, 0, 0
         for action, key, num_bytes, *_ in turn.events:
             if action is Action.ALLOCATE:
@@ -102,14 +103,14 @@ def test_iteration_peak_bytes_is_that_of_corner_or_inner_tile(grid):
     _, _, tile_loops = planned(conv(activation="relu"), conv(activation="relu"), layers.MaxPool2D(2), grid=grid)
     for tile_loop in tile_loops:
         iteration_peaks = peaks(tile_loop)
-        assert iteration_peak_bytes(tile_loop, 1) in iteration_peaks
-        assert iteration_peak_bytes(tile_loop, 1) >= 0.9 * max(iteration_peaks)
+        assert iteration_peak_bytes(tile_loop, 1, planned_device()) in iteration_peaks
+        assert iteration_peak_bytes(tile_loop, 1, planned_device()) >= 0.9 * max(iteration_peaks)
 
 
 def test_iteration_events_backward_accumulates_in_place():
     def added(*first):
         _, segment, (_, backward) = planned(*first, conv(activation="relu"), conv(activation="relu"))
-        turn = loop_iterations(backward, 1)[4].events
+        turn = loop_iterations(backward, 1, planned_device())[4].events
         adds = [event.name for event in turn if event.name.startswith("AddV2/")]
         return segment, [event for event in turn if event.name in adds], turn
 
@@ -130,7 +131,7 @@ def test_iteration_model_crops_and_pads_like_emitted_loop(grid, kernel):
         graph = trace_loop(analysis, segment, tile_loop)
         body = next(f for f in graph.as_graph_def().library.function if "body" in f.signature.name)
         emitted = [node.op for node in body.node_def]
-        turns = [turn.events for turn in loop_iterations(tile_loop, 1)]
+        turns = [turn.events for turn in loop_iterations(tile_loop, 1, analysis.graph.device)]
         modelled = {e.name.split("/")[0] for turn in turns for e in turn if e.action is Action.RUN}
         assert ("PadV2" in emitted) == ("PadV2" in modelled)
         padded = {e.name for turn in turns for e in turn if e.name.startswith("PadV2/") and e.action is Action.RUN}

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import tensorflow as tf
+from devices import ONEDNN, planning_for_card
 from equivalence import Cut, keras_step, plan
 from keras import layers
 from nets import conv
@@ -12,10 +13,10 @@ from tensorflow.python.framework.function_def_to_graph import function_def_to_gr
 
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize import canonicalize
-from rewriters.device import kernel_scratch, properties
-from rewriters.device.cards import CARDS, planning_for
+from rewriters.device import kernel_scratch
 from rewriters.emission.loop_emitter import trace_loop
 from rewriters.estimates.op_cost import DIRECT, NOMINAL, CostModel, _coverage, sum_in_order
+from rewriters.ir.device_detection import planned_device
 from rewriters.tiling.barrier_levels import assign_levels
 from rewriters.tiling.barrier_planner import BarrierPlanner, barrier_segment
 from rewriters.tiling.checkpoint_selection import CheckpointSelection
@@ -34,9 +35,9 @@ def pooled(x):
     return layers.MaxPooling2D(2, name="out")(conv(4)(x))
 
 
-def tile_loops(body, grid, batch=1, halo=Halo.RECOMPUTE):
+def tile_loops(body, grid, batch=1, halo=Halo.RECOMPUTE, **options):
     """Return the analysis of a step and the loops of its segment."""
-    step = keras_step(body, (12, 10), IMAGES, steps=1)
+    step = keras_step(body, (12, 10), IMAGES, steps=1, **options)
     analysis = GraphAnalysis(canonicalize.read_canonical(step.concrete_fn))
     (segment_plan,) = plan(analysis, [Cut(grid=grid, batch=batch, halo=halo)])
     return analysis, segment_plan.loops
@@ -86,9 +87,9 @@ def test_cost_recomputed_pool_moves_its_fraction_only():
 CONVOLUTIONS = two(3)
 
 
-def one_op(op, rates, body=CONVOLUTIONS):
+def one_op(op, rates, body=CONVOLUTIONS, **options):
     """Return the seconds of the ops of a type, each with the op."""
-    analysis, _ = tile_loops(body, (1, 1))
+    analysis, _ = tile_loops(body, (1, 1), **options)
     nodes = [node for node in analysis.order if node.op == op]
     costs = CostModel(analysis, IMAGES, rates)
     return [(costs.op(node), node) for node in nodes]
@@ -114,7 +115,7 @@ def test_cost_includes_seconds_per_call():
     assert slow - plain == pytest.approx(1e-3)
 
 
-def test_cost_includes_the_start_of_a_kernel_in_each_iteration(monkeypatch):
+def test_cost_includes_the_start_of_a_kernel_in_each_iteration(plan_with):
     analysis, loops = tile_loops(two(1), (2, 3))
     rates = NOMINAL, changed(kernel_call={"Conv2D": 1.0, "Relu": 5.0})  # A Relu counts no arithmetic.
     plain, slow = (CostModel(analysis, IMAGES, changed_rates) for changed_rates in rates)
@@ -122,7 +123,8 @@ def test_cost_includes_the_start_of_a_kernel_in_each_iteration(monkeypatch):
     convolutions = sum(node.op == "Conv2D" for tile_loop in loops for node in tile_loop.body)
     extra = sum(slow.tile_loop(tile_loop) - plain.tile_loop(tile_loop) for tile_loop in loops)
     assert convolutions and extra == pytest.approx(iterations * convolutions)
-    monkeypatch.setattr(properties, "unfolds_convolutions", lambda: False)
+    plan_with(**ONEDNN)
+    analysis, _ = tile_loops(two(1), (2, 3))
     of_onednn = CostModel(analysis, IMAGES, rates[1])
     assert of_onednn.step(analysis.order) < 1, "not for float64"
 
@@ -136,10 +138,9 @@ def test_cost_large_results_include_first_touch():
 
 
 @pytest.fixture
-def onednn(monkeypatch):
+def onednn(plan_with):
     """Plan for kernels of oneDNN, as by default outside of tests."""
-    monkeypatch.setattr(properties, "unfolds_convolutions", lambda: False)
-    monkeypatch.setattr(properties, "onednn_computes", lambda dtype: True)
+    plan_with(**ONEDNN)
 
 
 def row_of(node):
@@ -154,7 +155,7 @@ def long_rows(num_bytes):
 
 @pytest.mark.parametrize(("times", "slowdown"), [(1.0, 1.0), (1.5, 2.0), (2.0, 3.0), (50.0, 3.0)])
 def test_filter_gradients_of_long_rows_are_slower(onednn, times, slowdown):
-    analysis, _ = tile_loops(two(3), (1, 1))
+    analysis, _ = tile_loops(two(3), (1, 1), floatx="float32")
     nodes = [node for node in analysis.order if node.op == "Conv2DBackpropFilter"]
     assert len(nodes) == 2
     for node in nodes:
@@ -168,11 +169,11 @@ def test_filter_gradients_of_long_rows_are_slower(onednn, times, slowdown):
     ("op", "body"), [("Conv2D", two(3)), ("Conv2DBackpropInput", two(3)), ("Conv2DBackpropFilter", two(1))]
 )
 def test_other_ops_of_long_rows_are_as_fast(onednn, op, body):
-    slow, plain = ([seconds for seconds, _ in one_op(op, rates, body)] for rates in (long_rows(1), NOMINAL))
+    slow, plain = ([s for s, _ in one_op(op, rates, body, floatx="float32")] for rates in (long_rows(1), NOMINAL))
     assert slow == plain and plain
 
 
-@pytest.mark.skipif(not properties.unfolds_convolutions(), reason="oneDNN computes the gradients")
+@pytest.mark.skipif(not planned_device().unfolds_convolutions, reason="oneDNN computes the gradients")
 def test_filter_gradients_of_other_kernels_do_not_depend_on_rows():
     op = "Conv2DBackpropFilter"
     assert [seconds for seconds, _ in one_op(op, long_rows(1))] == [seconds for seconds, _ in one_op(op, NOMINAL)]
@@ -181,7 +182,7 @@ def test_filter_gradients_of_other_kernels_do_not_depend_on_rows():
 @pytest.mark.parametrize(("grid", "is_slower"), [((5, 1), True), ((1, 5), False)])
 def test_narrow_tiles_have_short_rows(onednn, grid, is_slower):
     """Two columns of ten, with a halo of at most three."""
-    analysis, loops = tile_loops(two(3), grid)
+    analysis, loops = tile_loops(two(3), grid, floatx="float32")
     gradients = [node for node in loops[-1].body if node.op == "Conv2DBackpropFilter"]
     assert len(gradients) == 2
     for node in gradients:
@@ -281,15 +282,15 @@ def test_cost_of_loop_includes_merged_moments(count):
 
 
 @pytest.mark.parametrize("grid", [(1, 1), (4, 1)])
-def test_cost_convolution_gradients_share_cores(grid, monkeypatch):
+def test_cost_convolution_gradients_share_cores(grid, plan_with):
     """While one gradient copies windows of one image after another, on one core, the other uses the remaining cores.
 
     Tests take caches to be so small that images are unfolded one by one.
     """
     rates = changed(unfolded={"Conv2DBackpropInput": 1e6, "Conv2DBackpropFilter": 2e6})
-    analysis, loops = tile_loops(two(3), grid)
     for threads, idle in ((1, 0.0), (2, 0.5), (4, 0.75)):
-        monkeypatch.setattr(properties, "num_threads", lambda threads=threads: threads)
+        plan_with(intra_op_threads=threads)
+        analysis, loops = tile_loops(two(3), grid)
         costs = CostModel(analysis, IMAGES, rates)
         (pair,) = costs.gradient_pairs.items()
         assert {node.op for node in pair} == rates.unfolded.keys()
@@ -320,8 +321,8 @@ def test_gradient_pairs_belong_to_one_convolution():
 
 @pytest.mark.parametrize("body", [two(3), pooled, added])
 @pytest.mark.parametrize("threads", [1, 2, 4])
-def test_lower_bound_holds_for_all_grids(body, threads, monkeypatch):
-    monkeypatch.setattr(properties, "num_threads", lambda: threads)
+def test_lower_bound_holds_for_all_grids(body, threads, plan_with):
+    plan_with(intra_op_threads=threads)
     unfolded = {"Conv2DBackpropInput": 1e8, "Conv2DBackpropFilter": 3e8}
     rates = changed(first_touch=1e6, first_touch_min_bytes=2**11, unfolded=unfolded, call=1e-7)
     faster = 0
@@ -372,9 +373,8 @@ def test_iteration_call_has_images_of_one_tile(batch, grid):
         )
 
 
-def test_concurrency_savings_are_zero_for_busy_kernels(monkeypatch):
-    monkeypatch.setattr(properties, "num_threads", lambda: IMAGES)
-    monkeypatch.setattr(kernel_scratch, "L3_BYTES", 2**25)
+def test_concurrency_savings_are_zero_for_busy_kernels(plan_with):
+    plan_with(intra_op_threads=IMAGES, l3_bytes=2**25)
     analysis, _ = tile_loops(two(3), (1, 1))
     costs = CostModel(analysis, IMAGES, changed(unfolded={"Conv2DBackpropInput": 1e6, "Conv2DBackpropFilter": 1e6}))
     assert costs.gradient_pairs and costs.concurrency_savings(analysis.order) == 0, "all images at once"
@@ -404,18 +404,18 @@ def emitted_ops(analysis, segment_plan):
 def test_cost_of_starting_ops_is_near_number_of_emitted_ops(body, halo):
     grid = (2, 2) if halo is Halo.RECOMPUTE else (3, 1)
     step = keras_step(body, (12, 10), IMAGES, steps=1)
-    analysis = GraphAnalysis(canonicalize.read_canonical(step.concrete_fn))
+    with planning_for_card("rtx2080ti"):
+        analysis = GraphAnalysis(canonicalize.read_canonical(step.concrete_fn))
     (segment_plan,) = plan(analysis, [Cut(grid=grid, halo=halo.value)])
     free = {"flops": {"": math.inf}, "touched": {"": math.inf}, "weights": math.inf}
-    with planning_for(CARDS["rtx2080ti"]):
-        for tile_loop, num_host, num_device in emitted_ops(analysis, segment_plan):
-            tiles = tile_loop.grid.num_tiles
-            calls, host_calls = (
-                CostModel(analysis, IMAGES, changed(**free, **{rate: 1.0})).tile_loop(tile_loop) / tiles
-                for rate in ("call", "host_call")
-            )
-            assert calls == pytest.approx(num_device, rel=0.3), tile_loop.name
-            assert host_calls == pytest.approx(num_host, rel=0.5), tile_loop.name
+    for tile_loop, num_host, num_device in emitted_ops(analysis, segment_plan):
+        tiles = tile_loop.grid.num_tiles
+        calls, host_calls = (
+            CostModel(analysis, IMAGES, changed(**free, **{rate: 1.0})).tile_loop(tile_loop) / tiles
+            for rate in ("call", "host_call")
+        )
+        assert calls == pytest.approx(num_device, rel=0.3), tile_loop.name
+        assert host_calls == pytest.approx(num_host, rel=0.5), tile_loop.name
 
 
 def test_accelerator_starts_ops_while_it_computes():

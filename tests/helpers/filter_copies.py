@@ -11,7 +11,8 @@ import tensorflow as tf
 from children import say
 
 from rewriters.device.kernel_scratch import op_scratch
-from rewriters.ir.graph import from_concrete_function
+from rewriters.ir.device_detection import planned_device
+from rewriters.ir.graph_reader import from_concrete_function
 
 TAPS, CHANNELS, PIXELS, IMAGES = 7, 512, 9, 2
 
@@ -53,7 +54,7 @@ def main():
         concrete = tf.function(step).get_concrete_function(image, weights, gradient)
         (node,) = [node for node in from_concrete_function(concrete).nodes.values() if node.op == op]
         resident, counted = growth(lambda concrete=concrete: concrete(image, weights, gradient))
-        say(op, [resident, counted, op_scratch(node, IMAGES)])
+        say(op, [resident, counted, op_scratch(node, IMAGES, planned_device())])
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
-import contextlib
 import dataclasses
 import json
 import os
@@ -19,7 +18,7 @@ import random
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +30,15 @@ if __name__ == "__main__":
 import hypothesis
 import keras
 import numpy as np
+from devices import ONEDNN, planning_with
 from equivalence import TOLERANCE, Step, error, model_step
 from fuzz_layers import ATTENTION, LAYERS, Drawing
 from hypothesis import strategies as st
 
 import tflms_sft
 from benchmarks._longest_segments import longest_segments
-from rewriters.device import properties
 from rewriters.device.merged_kernels import cycle_of_merged
-from rewriters.ir.graph import from_concrete_function
+from rewriters.ir.graph_reader import from_concrete_function
 from tflms_sft import AutoParams, LMSParams, SegmentSpec, SFTParams
 
 PART = 25
@@ -194,7 +193,7 @@ def compare(
     """
     step = step_for(model, optimizer, known_batch, linear, updates)
     try:
-        with merged_bias_gradients():
+        with planning_with(**ONEDNN):  # TensorFlow merges the gradients of a filter and of a bias.
             rewritten = _rewritten(step, params, part)
             changed = [fast for fast in rewritten if fast.plan.changed]
             check_merges(step.concrete_fn, *(fast.concrete_function for fast in changed))
@@ -238,17 +237,6 @@ def check_saves(plan: tflms_sft.Plan) -> None:
     """
     peaks = plan.predicted.peak_bytes, plan.original.peak_bytes
     assert peaks[0] < peaks[1] if plan.segments or plan.swaps else peaks[0] == peaks[1], plan.summary()
-
-
-@contextlib.contextmanager
-def merged_bias_gradients() -> Iterator[None]:
-    """Rewrite steps as for a CPU with AVX-512, where TensorFlow merges the gradients of a filter and of a bias."""
-    merges = properties.merges_bias_gradients
-    properties.merges_bias_gradients = lambda: True
-    try:
-        yield
-    finally:
-        properties.merges_bias_gradients = merges
 
 
 def check_merges(plain: Any, *rewritten: Any) -> None:

@@ -13,7 +13,8 @@ from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize.canonicalize import canonicalize_graph
 from rewriters.emission import tile_pass
 from rewriters.errors import NotTileableError
-from rewriters.ir.graph import PER_PIXEL, Tensor, from_concrete_function
+from rewriters.ir.graph import PER_PIXEL, Tensor
+from rewriters.ir.graph_reader import from_concrete_function
 from rewriters.rules.contraction import CLASSIFICATIONS
 from rewriters.rules.registry import TileKind, find_rule
 from rewriters.step_importer import StepImporter

@@ -126,29 +126,30 @@ def main():
             importlib.import_module(name)
     say("imported", len(FILES))
 
+    from devices import NO_CACHES, planning_with
+
     import tflms_sft
-    from rewriters.device import kernel_scratch
     from tflms_sft._cli.main import main as command
 
     # As in `conftest.py`: a network as small as this one needs more scratch memory than its tensors.
-    kernel_scratch.L3_BYTES, kernel_scratch.last_level_cache = 0, lambda: 0
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        code = command(["doctor", "--json", "--quiet"])
-    say("doctor", [code, json.loads(out.getvalue())["lines"]])
+    with planning_with(**NO_CACHES):
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            code = command(["doctor", "--json", "--quiet"])
+        say("doctor", [code, json.loads(out.getvalue())["lines"]])
 
-    plain = losses()
-    say("tiles", [plain, losses(tflms_sft.SFT((2, 2), verbose=0))])
-    say("swaps", refusal(lambda: losses(tflms_sft.LMS(min_bytes=1, verbose=0))))
-    say("no page cache", refusal(lambda: losses(tflms_sft.LMS(min_bytes=1, page_cache=False, verbose=0))))
-    say("auto", refusal(lambda: losses(tflms_sft.MemoryBudget(verbose=0))))
-    try:
-        losses(tflms_sft.MemoryBudget(100_000, verbose=0))
-    except tflms_sft.BudgetError as error:
-        say("too small", str(error))
-        smallest = error.smallest_bytes
-    budget = tflms_sft.MemoryBudget(smallest, verbose=0)
-    trained = losses(budget)
-    say("budget", [plain, trained, len(budget.plan.segments), len(budget.plan.swaps), list(budget.plan.notes)])
+        plain = losses()
+        say("tiles", [plain, losses(tflms_sft.SFT((2, 2), verbose=0))])
+        say("swaps", refusal(lambda: losses(tflms_sft.LMS(min_bytes=1, verbose=0))))
+        say("no page cache", refusal(lambda: losses(tflms_sft.LMS(min_bytes=1, page_cache=False, verbose=0))))
+        say("auto", refusal(lambda: losses(tflms_sft.MemoryBudget(verbose=0))))
+        try:
+            losses(tflms_sft.MemoryBudget(100_000, verbose=0))
+        except tflms_sft.BudgetError as error:
+            say("too small", str(error))
+            smallest = error.smallest_bytes
+        budget = tflms_sft.MemoryBudget(smallest, verbose=0)
+        trained = losses(budget)
+        say("budget", [plain, trained, len(budget.plan.segments), len(budget.plan.swaps), list(budget.plan.notes)])
 
 
 if __name__ == "__main__":

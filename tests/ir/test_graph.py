@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from rewriters.analysis.convex_sets import nodes_between
 from rewriters.errors import RewriteError
 from rewriters.ir import tf_internals
-from rewriters.ir.graph import Graph, Node, Tensor, ancestors, from_concrete_function, predecessors
+from rewriters.ir.graph import Graph, Node, Tensor, ancestors, predecessors
+from rewriters.ir.graph_reader import from_concrete_function
 from rewriters.step_importer import StepImporter
 
 FLOAT = [(tf.float32, (None, 3))]

@@ -5,7 +5,8 @@ import pytest
 import tensorflow as tf
 
 from rewriters.ir import tf_internals
-from rewriters.ir.graph import LOOPS, from_concrete_function
+from rewriters.ir.graph import LOOPS
+from rewriters.ir.graph_reader import from_concrete_function
 from rewriters.ir.loop_bodies import add_body, branch_runs, function_of, function_reads, num_iterations
 from rewriters.ir.static_values import StaticEvaluator
 from rewriters.ir.symbolic_dims import SymbolicDim

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rewriters.ir import tf_internals
-from rewriters.ir.graph import Node, from_concrete_function
+from rewriters.ir.graph import Node
+from rewriters.ir.graph_reader import from_concrete_function
 from rewriters.ir.static_values import StaticEvaluator, constant
 from rewriters.ir.symbolic_dims import SymbolicDim
 

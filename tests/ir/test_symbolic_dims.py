@@ -8,7 +8,7 @@ from hand_written import KERNELS, one_loss, three_layers, weights
 
 import tflms_sft
 from rewriters.errors import NotTileableError
-from rewriters.ir.graph import from_concrete_function
+from rewriters.ir.graph_reader import from_concrete_function
 from rewriters.ir.static_values import StaticEvaluator
 from rewriters.ir.symbolic_dims import SymbolicDim
 

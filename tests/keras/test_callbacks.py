@@ -279,8 +279,8 @@ def test_peak_line_has_measured_and_predicted_peak(capsys, measured_peaks):
     assert callback.plan.measured.peak_bytes == 500 * 2**10
 
 
-def test_peak_line_of_small_tensors_names_the_size_that_counts(capsys, measured_peaks, monkeypatch):
-    monkeypatch.setattr("rewriters.device.properties.min_counted_bytes", lambda: 2**15)
+def test_peak_line_of_small_tensors_names_the_size_that_counts(capsys, measured_peaks, plan_with):
+    plan_with(min_counted_bytes=2**15)
     measured_peaks += [100 * 2**10, 690 * 2**10]
     for _ in range(2):
         net().fit(X, Y, batch_size=4, callbacks=[MemoryBudget(BUDGET)], **SETTINGS)

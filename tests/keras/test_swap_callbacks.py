@@ -18,6 +18,7 @@ from gradients import gradient_step, model_of
 from keras import layers
 
 import tflms_sft
+from rewriters.ir.device_detection import planned_device
 from rewriters.swapping.spill_store import SpillError, SpillStore, is_in_memory
 from tflms_sft import LMS, LMSParams, RewriteError, SegmentSpec, SFTParams, SwapError
 from tflms_sft._params.swap_params import SwapParams
@@ -126,8 +127,9 @@ def test_lms_infeasible_parameters_raise_before_first_step(tmp_path, options, te
 def test_lms_host_tier_without_accelerator_is_refused():
     with pytest.raises(SwapError, match="needs an accelerator.*Use `tier=.disk.`"):
         net().fit(X, Y, callbacks=[LMS(tier="host")], **SETTINGS)
-    assert reason_without_tier(SwapParams(tier="host")).startswith('`tier="host"` needs an accelerator')
-    assert not reason_without_tier(SwapParams())
+    device = planned_device()
+    assert reason_without_tier(SwapParams(tier="host"), device).startswith('`tier="host"` needs an accelerator')
+    assert not reason_without_tier(SwapParams(), device)
 
 
 def test_lms_full_directory_is_refused_before_first_step(tmp_path, monkeypatch):
@@ -186,12 +188,11 @@ def test_lms_fit_is_bitwise_equal_and_leaves_no_file(tmp_path, page_cache, capfd
     assert plan.predicted.peak_bytes < plan.original.peak_bytes
 
 
-def test_lms_peak_includes_arrays_read_from_disk(tmp_path, monkeypatch):
+def test_lms_peak_includes_arrays_read_from_disk(tmp_path, monkeypatch, plan_with):
     """The tier is created after the measurement has begun, while the step is traced."""
     watched = []
     monkeypatch.setattr("tflms_sft._keras.train_step_patch.watch_tier", watched.append)
-    monkeypatch.setattr("rewriters.device.properties.has_allocator_stats", lambda: True)
-    monkeypatch.setattr("rewriters.device.properties.min_counted_bytes", lambda: 0)
+    plan_with(has_allocator_stats=True, min_counted_bytes=0)
     net().fit(X, Y, epochs=2, callbacks=[swapping(tmp_path)], **SETTINGS)
     (tier,) = watched
     assert tier.store.directory == str(tmp_path)

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import tensorflow as tf
 
-from rewriters.device import properties
 from rewriters.device.cards import CARDS
 from rewriters.estimates.op_cost import NOMINAL
 from tflms_sft._machine import calibration, rate_benchmarks
@@ -71,9 +70,9 @@ def test_unwritable_cache_does_not_fail(cache, monkeypatch):
     assert machine_rates() == machine_rates() == SLOW and times == ["apart"]
 
 
-def test_volume_convolutions_have_rates_for_each_kernel(monkeypatch):
+def test_volume_convolutions_have_rates_for_each_kernel(monkeypatch, plan_with):
     for unfolds in (False, True):
-        monkeypatch.setattr(rate_benchmarks.properties, "unfolds_convolutions", lambda unfolds=unfolds: unfolds)
+        plan_with(has_allocator_stats=not unfolds)
         monkeypatch.setattr(rate_benchmarks, "_enough_images", lambda: 2)
         flops, _, _ = rate_benchmarks._arithmetic({"": 1e10}, math.inf)
         assert {"Conv3D", "Conv3DBackpropInputV2", "Conv3DBackpropFilterV2"} <= set(flops)
@@ -158,11 +157,10 @@ def test_rates_file_of_environment_is_used(cache, monkeypatch, tmp_path):
 
 
 @pytest.fixture(params=[(7.5, "rtx2080ti"), (8.9, "rtx3090"), (6.1, "v100-16"), (12.0, "h200")])
-def card(request, monkeypatch):
+def card(request, plan_with):
     """Pretend that there is a GPU, and return the name of the nearest card."""
     capability, name = request.param
-    monkeypatch.setattr(properties, "name", lambda: "GPU:0")
-    monkeypatch.setattr(properties, "compute_capability", lambda: capability)
+    plan_with(name="GPU:0", compute_capability=capability)
     return name
 
 
@@ -218,11 +216,10 @@ def test_measured_rates_are_plausible(monkeypatch):
     assert rates.flops["Conv2D"] > rates.flops["DepthwiseConv2dNative"], "which does little with what it reads"
 
 
-def test_slowdown_of_long_rows_leaves_out_memory_time(monkeypatch):
+def test_slowdown_of_long_rows_leaves_out_memory_time(monkeypatch, plan_with):
     """Images of equal size, of which the one with long rows takes 0.3 s, 0.1 s of it for its memory."""
     cache, images = 2**13, []
-    monkeypatch.setattr(rate_benchmarks.properties, "unfolds_convolutions", lambda: False)
-    monkeypatch.setattr(rate_benchmarks, "second_level_cache", lambda: cache)
+    plan_with(has_allocator_stats=True, second_level_cache_bytes=cache)
 
     def seconds(run):
         (image,) = run.args
@@ -234,7 +231,7 @@ def test_slowdown_of_long_rows_leaves_out_memory_time(monkeypatch):
     size = 8 * rate_benchmarks.LONG_ROWS * cache
     assert rate_benchmarks._long_row_slowdown(size / 0.1) == pytest.approx(2.0)
     assert {math.prod(shape) * 4 * 2 for shape in images} == {size}
-    monkeypatch.setattr(rate_benchmarks.properties, "unfolds_convolutions", lambda: True)
+    plan_with(has_allocator_stats=False)
     assert rate_benchmarks._long_row_slowdown(1.0) == 1.0, "these kernels do not depend on rows"
 
 

@@ -3,10 +3,10 @@
 from types import SimpleNamespace
 
 import pytest
+from devices import device_with, planning_for_card
 from tensorflow.python.client import device_lib
 
-from rewriters.device import properties
-from rewriters.device.cards import CARDS, planning_for
+from rewriters.device.cards import CARDS
 from rewriters.ir import tf_internals
 from tflms_sft import AutoParams
 from tflms_sft._keras.replicas import Replicas
@@ -16,11 +16,12 @@ GPUS = ("GPU:0", "GPU:1")
 
 
 @pytest.fixture
-def two_gpus(monkeypatch):
+def two_gpus(monkeypatch, plan_with):
     """Pretend that there are two GPUs, of which the second has less memory, and the first more in use."""
     limits, in_use = {"GPU:0": 1000, "GPU:1": 800}, {"GPU:0": 300, "GPU:1": 50}
-    monkeypatch.setattr(properties, "name", lambda: "GPU:0")
-    monkeypatch.setattr(properties, "_memory_limit", limits.__getitem__)
+    plan_with(name="GPU:0", memory_limit=limits["GPU:0"])
+    other = device_with(memory_limit=limits["GPU:1"])
+    monkeypatch.setattr("tflms_sft._machine.memory_info.detect_device", {"GPU:1": other}.__getitem__)
     monkeypatch.setattr("tensorflow.config.experimental.get_memory_info", lambda name: {"current": in_use[name]})
 
 
@@ -46,7 +47,7 @@ def test_budget_on_a_cpu_has_no_limit():
 
 def test_memory_of_a_planned_card_needs_no_device():
     card = CARDS["rtx2080ti"]
-    with planning_for(card):
+    with planning_for_card("rtx2080ti"):
         assert free_device_memory() == device_memory_limit() == card.memory_limit
         assert AutoParams().resolved(2**30).memory_budget == int(0.9 * card.memory_limit)
 

@@ -20,7 +20,6 @@ import tflms_sft
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize import canonicalize
 from rewriters.errors import PipelineError
-from rewriters.ir.variables import may_write_variable, variable_handles
 from rewriters.pipelining.micro_batch_reduction import BatchGrowth
 from rewriters.pipelining.micro_batch_unroll import UnrollSpec, unroll_micro_batches
 from rewriters.pipelining.step_partition import EffectHints, split_step
@@ -68,7 +67,7 @@ def test_split_step_of_training_step_partitions_ops():
     assert len(weights) == 10, "kernels and biases are read once for all micro-batches"
     assert not any(n.op in kinds for n in shared)
     assert len(parts.carried_variables) == 2, "totals of loss and accuracy"
-    once = [n for n in shared if may_write_variable(n)]
+    once = [n for n in shared if n.may_write_variable]
     assert len(once) == 3, "the optimizer's iterations, and the numbers of samples seen, which depend on no data"
     metrics = {n.name for n in once} - {"adam/AssignVariableOp", "adam/AssignAddVariableOp"}
     told = split_step(analysis, [0, 1], EffectHints(per_micro_batch=metrics))
@@ -86,7 +85,7 @@ def test_unroll_carries_state_and_adds_gradients_in_order():
     )
     made.graph.execution_order()
     for handle in parts.carried_variables:
-        touching = [n for n in analysis.order if handle in variable_handles(n) and n in parts.per_micro_batch]
+        touching = [n for n in analysis.order if handle in n.variable_handles and n in parts.per_micro_batch]
         (first,) = (n for n in touching if n.op == "ReadVariableOp" and not n.control_inputs)
         (last,) = (n for n in touching if n.op == "ReadVariableOp" and n.control_inputs)
         for number in (1, 2):

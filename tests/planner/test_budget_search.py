@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from devices import ONEDNN
 from equivalence import keras_step
 from gradients import gradient_step
 from gradients import model_of as model_of_image
@@ -18,8 +19,6 @@ from keras import layers
 from nets import conv
 
 import tflms_sft
-from rewriters.device import properties
-from rewriters.device.allocator import BestFitAllocator, ExactAllocator
 from rewriters.estimates.op_cost import DIRECT, NOMINAL
 from tflms_sft import AutoParams, BudgetError, LMSParams, MemoryBudget
 from tflms_sft._machine.memory_info import free_memory
@@ -190,12 +189,12 @@ def test_swapped_seconds_equal_copied_bytes_over_rate(transfers):
     assert plan.predicted.seconds == pytest.approx(plan.original.seconds + (out + back) / 1e9)
 
 
-def test_swapped_step_serialises_concurrent_gradients(monkeypatch):
+def test_swapped_step_serialises_concurrent_gradients(monkeypatch, plan_with):
     """Compare with the original step, whose two gradients of a convolution share the cores while one unfolds."""
     gradients = dict.fromkeys(("Conv3DBackpropInputV2", "Conv3DBackpropFilterV2", DIRECT), 1e8)
     seconds = {}
     for threads in (1, 4):
-        monkeypatch.setattr(properties, "num_threads", lambda threads=threads: threads)
+        plan_with(intra_op_threads=threads)
         rates = dataclasses.replace(NOMINAL, copied=1e9, unfolded=gradients)
         monkeypatch.setattr("tflms_sft._rewrite.rewrite.machine_rates", lambda say, rates=rates: rates)
         plan, _ = plan_for(volumetric, 0.6)
@@ -406,8 +405,8 @@ def swap_search(**options):
     return SwapSearch(analyse_step(concrete_fn, record, len(VOLUMES)), [], SwapParams(min_bytes=0, **options))
 
 
-def test_peak_above_a_limit_is_not_taken_for_the_highest(monkeypatch):
-    monkeypatch.setattr(properties, "pools", lambda scale: iter([ExactAllocator(), BestFitAllocator(growing=True)]))
+def test_peak_above_a_limit_is_not_taken_for_the_highest(plan_with):
+    plan_with(has_allocator_stats=True, min_counted_bytes=0, grows=True)
     search = swap_search(tier="disk")
     count = len(search.swaps(1))
     first_state = search.peak(count, 1, limit=1).peak_bytes
@@ -584,10 +583,9 @@ def test_budget_without_room_for_swaps_names_the_room(monkeypatch):
         tflms_sft.rewrite(step, AutoParams(caught.value.smallest_bytes), spec)
 
 
-def test_long_rows_are_cut_where_they_slow_filter_gradients_down(monkeypatch):
+def test_long_rows_are_cut_where_they_slow_filter_gradients_down(monkeypatch, plan_with):
     """Rows of 200 pixels exceed the cache, rows of 100 do not."""
-    monkeypatch.setattr(properties, "unfolds_convolutions", lambda: False)
-    monkeypatch.setattr(properties, "onednn_computes", lambda dtype: True)
+    plan_with(**ONEDNN)
     step = keras_step(lambda x: conv(8, name="out")(conv(8)(conv(8)(x))), (64, 200), floatx="float32", steps=1)
     plain = tflms_sft.rewrite(step.function, AutoParams("8GiB", swap=False), *step.specs).plan.original.peak_bytes
     columns = {}

@@ -1,16 +1,15 @@
 """Budgets on a GPU that is not in this machine: its memory bounds them, and plans leave room for fragmentation."""
 
-import dataclasses
-
 import keras
 import numpy as np
 import pytest
+from devices import planning_for_card
 from gradients import gradient_step, model_of
 from keras import layers
 
 import tflms_sft
 from rewriters.device import peak_memory
-from rewriters.device.cards import CARDS, planning_for
+from rewriters.device.cards import CARDS
 from tflms_sft import AutoParams, BudgetError
 from tflms_sft._machine.memory_info import free_device_memory
 
@@ -26,14 +25,8 @@ def step():
     return gradient_step(model_of(image, x))
 
 
-def card_of(num_bytes):
-    """Return a card on which TensorFlow allocates `num_bytes`."""
-    card = CARDS["rtx2080ti"]
-    return dataclasses.replace(card, memory_bytes=card.memory_bytes - card.memory_limit + num_bytes)
-
-
 def plan(budget, memory, **options):
-    with planning_for(card_of(memory)):
+    with planning_for_card("rtx2080ti", memory_limit=memory):
         return tflms_sft.rewrite(step(), AutoParams(budget, swap=False, **options), IMAGES).plan
 
 
@@ -45,7 +38,7 @@ def original():
 
 def test_auto_budget_is_a_fraction_of_the_card(original):
     memory = original.peak_bytes
-    with planning_for(card_of(memory)):
+    with planning_for_card("rtx2080ti", memory_limit=memory):
         assert free_device_memory() == memory
     found = plan("auto", memory)
     assert found.memory_budget == int(0.9 * memory)
@@ -100,7 +93,7 @@ def test_plan_leaves_room_for_fragmentation(is_counted, original, monkeypatch):
     def runs_within(memory):
         seen.clear()
         peak = plan(memory, memory, headroom=0).predicted.peak_bytes
-        with planning_for(card_of(memory)):
+        with planning_for_card("rtx2080ti", memory_limit=memory):
             return peak_memory._fits(*seen[peak], memory)
 
     memories = [int(fraction * original.peak_bytes) for fraction in (0.5, 0.8, 1.01)]

@@ -4,8 +4,6 @@ import pytest
 from equivalence import keras_step
 from nets import bottlenecks, chain, u_net
 
-from rewriters.device import properties
-from rewriters.device.allocator import BestFitAllocator, ExactAllocator
 from rewriters.emission.loop_signature import program_signature
 from rewriters.emission.tile_pass import plan_segment
 from rewriters.estimates.op_cost import CostModel
@@ -16,7 +14,7 @@ from tflms_sft._planner.segment_tilings import LoopEstimates
 from tflms_sft._planner.swap_search import SwapSearch
 from tflms_sft._planner.traced_step import analyse_step, least_peak, predict
 
-ALLOCATORS = {"exact": ExactAllocator, "best fit": lambda: BestFitAllocator(growing=True)}
+ALLOCATORS = {"exact": {"maps_pages": True}, "best fit": {"has_allocator_stats": True, "grows": False}}
 
 
 def traced(net):
@@ -29,8 +27,8 @@ def sets_of(barriers):
 
 @pytest.mark.parametrize("allocator", ALLOCATORS)
 @pytest.mark.parametrize("net", [chain, u_net, pytest.param(bottlenecks, marks=pytest.mark.slow)])
-def test_no_peak_is_below_its_lower_bound(net, allocator, monkeypatch):
-    monkeypatch.setattr(properties, "pools", lambda scale: iter([ALLOCATORS[allocator]()]))
+def test_no_peak_is_below_its_lower_bound(net, allocator, plan_with):
+    plan_with(**ALLOCATORS[allocator])
     step = traced(net)
     barriers = Barriers(step)
     for checkpoints in sets_of(barriers):

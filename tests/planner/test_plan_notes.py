@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from rewriters.ir.device_model import DeviceModel
 from tflms_sft import AutoParams
 from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._planner import budget_search
@@ -16,7 +17,8 @@ PARAMS = AutoParams(1000, headroom=0)
 def traced(plain_bytes):
     """A step of one second."""
     plain = Candidate([], SimpleNamespace(peak_bytes=plain_bytes), 1.0)
-    return SimpleNamespace(seconds=1.0, excess_bytes=0, plain=plain, fixed_bytes=0, devices=(), found=None)
+    facts = {"device": DeviceModel(name="CPU:0"), "devices": (), "found": None}
+    return SimpleNamespace(seconds=1.0, excess_bytes=0, plain=plain, fixed_bytes=0, **facts)
 
 
 def search(ratio):

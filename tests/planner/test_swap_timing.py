@@ -5,9 +5,9 @@ import dataclasses
 import keras
 import pytest
 import tensorflow as tf
+from devices import planning_for_card
 from keras import layers
 
-from rewriters.device.cards import CARDS, planning_for
 from rewriters.device.peak_memory import graph_peak, graph_schedule
 from rewriters.estimates.op_cost import NOMINAL
 from rewriters.swapping.swap_pass import insert_swaps
@@ -45,7 +45,7 @@ def train_step():
 
 @pytest.fixture
 def card():
-    with planning_for(CARDS["h200"]):
+    with planning_for_card("h200"):
         yield
 
 

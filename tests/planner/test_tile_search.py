@@ -6,7 +6,6 @@ import itertools
 import math
 import types
 
-import conftest
 import keras
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from nets import chain
 import tflms_sft
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize.canonicalize import read_canonical
-from rewriters.device import kernel_scratch
 from rewriters.emission.tile_pass import plan_segment
 from rewriters.tiling import ft_segments, tile_grids
 from rewriters.tiling.ft_segments import find_components
@@ -333,7 +331,7 @@ def test_training_search_of_equal_blocks_keeps_several_checkpoints():
 def test_default_tiles_are_few_where_more_save_nothing(scratch_bytes, monkeypatch):
     """Assume kernels whose scratch memory exceeds all tensors that tiles split."""
 
-    def scratch(tile_loop, batch):
+    def scratch(tile_loop, batch, device):
         return scratch_bytes(64 // math.prod(tile_loop.grid.spatial))
 
     monkeypatch.setattr("tflms_sft._planner.requested_tiles.iteration_peak_bytes", scratch)
@@ -342,15 +340,14 @@ def test_default_tiles_are_few_where_more_save_nothing(scratch_bytes, monkeypatc
     assert tiles <= ({1} if scratch_bytes(64) == scratch_bytes(1) else set(range(32, 64)))
 
 
-def test_budget_tiles_a_single_convolution_for_the_scratch_of_its_gradients(monkeypatch):
+def test_budget_tiles_a_single_convolution_for_the_scratch_of_its_gradients(plan_with):
     """Between two ops that cannot run in tiles; TensorFlow's own kernels unfold the image."""
-    monkeypatch.setattr(kernel_scratch, "L3_BYTES", conftest.CACHES[0])
-    monkeypatch.setattr(kernel_scratch, "last_level_cache", conftest.CACHES[1])
     keras.config.set_floatx("float32")
     image = keras.Input((64, 64, 8), batch_size=4)
     x = layers.Conv2D(32, 9, padding="same", activation="relu", name="single")(keras.ops.roll(image, 3, axis=1))
     x = keras.ops.roll(x, 3, axis=2)
     step = gradient_step(model_of(image, x), tf.TensorSpec(image.shape))
+    plan_with(l3_bytes=30 * 2**20)
     original = tflms_sft.rewrite(step, AutoParams("1TiB")).plan.original
     assert any("kernel scratch of single" in name and "BackpropFilter" in name for name, _ in original.own)
     plan = tflms_sft.rewrite(step, AutoParams(int(0.9 * original.peak_bytes), headroom=0, swap=False)).plan

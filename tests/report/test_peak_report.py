@@ -13,9 +13,9 @@ from loops import adversarial_step
 
 import tflms_sft
 from rewriters.canonicalize.canonicalize import CanonicalMode
-from rewriters.device import kernel_scratch, properties
 from rewriters.device.peak_memory import Peak
 from rewriters.emission.tile_pass import tile_skeleton
+from rewriters.ir.device_detection import planned_device
 from tflms_sft import AutoParams, BudgetError, LMSParams, SegmentSpec, SFTParams
 from tflms_sft._planner.requested_tiles import plan_sft
 from tflms_sft._planner.traced_step import analyse_step
@@ -40,11 +40,11 @@ def step():
 
 
 @pytest.fixture
-def unfolding(monkeypatch):
+def unfolding(plan_with):
     """Give the kernels of convolution gradients a MiB of scratch."""
-    if not properties.name().startswith("CPU"):
+    if planned_device().is_gpu:
         pytest.skip("kernels of other devices take nothing that is known")
-    monkeypatch.setattr(kernel_scratch, "L3_BYTES", 2**20)
+    plan_with(l3_bytes=2**20)
 
 
 def refusal(params):

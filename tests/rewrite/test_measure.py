@@ -12,9 +12,8 @@ from pipelined import train_step
 from training import net as classifier
 
 import tflms_sft
-from rewriters.device import properties
-from rewriters.device.allocator import ExactAllocator
-from rewriters.ir import tf_internals
+from rewriters.ir import device_detection, tf_internals
+from rewriters.ir.device_detection import planned_device
 from tflms_sft import PipelineParams, SFTParams
 from tflms_sft._report.op_names import short_op_names
 from tflms_sft._report.plan_records import Measurement
@@ -95,7 +94,7 @@ def test_measure_timeline_peak_agrees_with_allocator():
     (line,) = found.timelines
     assert line.device == "CPU:0" and abs(line.peak_bytes - found.peak_bytes) < 0.25 * found.peak_bytes
     assert all(size > 0 for _, size in line.largest) and line.largest[0][1] >= IMAGES.nbytes
-    assert tflms_sft.measure(step, IMAGES).timelines == () or not properties.has_allocator_stats()
+    assert tflms_sft.measure(step, IMAGES).timelines == () or not planned_device().has_allocator_stats
 
 
 def test_measure_timeline_includes_arrays_read_from_disk(tmp_path):
@@ -254,24 +253,22 @@ def test_read_peak_below_step_bytes_is_none(monkeypatch, peak, expected):
     assert (found and found.peak_bytes) == expected
 
 
-def test_read_peak_adds_uncounted_small_blocks(monkeypatch):
+def test_read_peak_adds_uncounted_small_blocks(monkeypatch, plan_with):
     """oneDNN's CPU allocator keeps no statistics of blocks below 256 KiB."""
     monkeypatch.setattr("tensorflow.config.experimental.get_memory_info", lambda name: {"peak": 1500, "current": 0})
-    monkeypatch.setattr(properties, "min_counted_bytes", lambda: 500)
-    monkeypatch.setattr(properties, "pool", ExactAllocator)
+    plan_with(min_counted_bytes=500, maps_pages=True)
     assert read_peak(650, [600, 400, 300]).peak_bytes == 1500 - 50 + 700
     many = [400] * 10
     assert read_peak(0, many).peak_bytes == 1500 + sum(many), "more than what is seen"
     assert read_peak(0, [600, 1000, *many]) is None, "not even what is counted"
 
 
-def test_peaks_of_replicas_are_added_up(monkeypatch):
+def test_peaks_of_replicas_are_added_up(monkeypatch, plan_with):
     peaks, reset = {"GPU:0": 1500, "GPU:1": 1700}, []
     info = {name: {"peak": peak, "current": 100} for name, peak in peaks.items()}
     monkeypatch.setattr("tensorflow.config.experimental.get_memory_info", info.__getitem__)
     monkeypatch.setattr("tensorflow.config.experimental.reset_memory_stats", reset.append)
-    monkeypatch.setattr(properties, "min_counted_bytes", lambda: 0)
-    monkeypatch.setattr(properties, "pool", ExactAllocator)
+    plan_with(min_counted_bytes=0, maps_pages=True)
     assert reset_peak((), tuple(peaks)) == 200 and reset == list(peaks)
     measured = read_peak(200, [50], (), tuple(peaks))
     assert measured.peak_bytes == 3200 - (200 - 50)
@@ -287,20 +284,15 @@ def test_counted_from_is_determined_by_trial(monkeypatch, seen_from, expected, t
     def info(name):
         return {"current": sum(size for size in sizes if size >= seen_from)}
 
-    monkeypatch.setattr(properties, "has_allocator_stats", lambda: True)
     monkeypatch.setattr("tensorflow.config.experimental.get_memory_info", info)
     monkeypatch.setattr("tensorflow.identity", lambda value: tf.executing_eagerly() and sizes.append(value.shape[0]))
-    properties._min_counted_bytes.cache_clear()
 
     @tf.autograph.experimental.do_not_convert
     def probe():
-        found.append(properties.min_counted_bytes())
+        found.append(device_detection._min_counted_bytes("CPU:0"))
 
-    try:
-        (tf.function(probe) if traced else probe)()
-        assert found == [expected]
-    finally:
-        properties._min_counted_bytes.cache_clear()
+    (tf.function(probe) if traced else probe)()
+    assert found == [expected]
 
 
 def test_measure_timeline_uncopyable_variable_is_named():

@@ -12,7 +12,7 @@ from golden_nets import residual, swapped, train_step, unet_2d, vgg
 from training import SETTINGS, X, Y, net
 
 import tflms_sft
-from rewriters.device import properties
+from rewriters.ir.device_detection import planned_device
 from tflms_sft import AutoParams, BudgetError, MemoryBudget, RewriteError
 from tflms_sft._planner import budget_search
 from tflms_sft._util import progress
@@ -69,12 +69,11 @@ def test_cache_of_other_budget_or_step_is_not_used(cache, monkeypatch):
             planned(build, params)
 
 
-def test_cache_of_other_kernels_is_not_used(cache, monkeypatch):
+def test_cache_of_other_kernels_is_not_used(cache, monkeypatch, plan_with):
     """Nominal rates are the same with and without oneDNN."""
     params = AutoParams(budget_of(vgg), headroom=0)
     planned(vgg, params)
-    unfolds = properties.unfolds_convolutions()
-    monkeypatch.setattr("tflms_sft._rewrite.plan_cache.properties.unfolds_convolutions", lambda: not unfolds)
+    plan_with(has_allocator_stats=not planned_device().has_allocator_stats)
     monkeypatch.setattr(budget_search, "_search", no_search)
     with pytest.raises(AssertionError, match="a search was started"):
         planned(vgg, params)

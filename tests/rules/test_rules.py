@@ -9,7 +9,8 @@ from one_op import FULL, HEIGHT, INVARIANT, PARTIAL, WIDTH, Const, OneOp, flags,
 from rule_cases import CASES, POOL, convolution_case, filter_gradient_case, max_pool_gradient_case
 
 from rewriters.errors import NotTileableError
-from rewriters.ir.graph import Node, from_tf_graph
+from rewriters.ir.graph import Node
+from rewriters.ir.graph_reader import from_tf_graph
 from rewriters.ir.static_values import StaticEvaluator
 from rewriters.rules import convolution, pooling
 from rewriters.rules.axis_layouts import Layouts
@@ -250,11 +251,10 @@ def test_rule_refuses_unknown_image_size():
     read = from_tf_graph(graph, [], [], [])
     node = read.nodes["pool"]
     layouts = Layouts()
-    layouts.find(find_rule(node).anchors(OpView(node, StaticEvaluator(read), layouts)), [], [])
+    view = OpView(node, StaticEvaluator(read), layouts, read.device)
+    layouts.find(find_rule(node).anchors(view), [], [])
     with pytest.raises(NotTileableError, match="unknown image size"):
-        find_rule(node).operand_rows_for_result(
-            OpView(node, StaticEvaluator(read), layouts), 0, Interval(np.array([0]), np.array([1]))
-        )
+        find_rule(node).operand_rows_for_result(view, 0, Interval(np.array([0]), np.array([1])))
 
 
 # The registry -----------------------------------------------------------------------------------------------

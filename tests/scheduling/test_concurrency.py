@@ -57,7 +57,7 @@ def concurrent_pairs(nodes, before):
 def test_serialize_scratch_groups_gradients_of_different_convs_run_serially():
     """Outside of loops; the two gradients of one convolution may run concurrently."""
     graph = rewritten([Cut("middle", "out", (1, 2))])
-    nodes = [node for node in graph.nodes.values() if takes_memory(node)]
+    nodes = [node for node in graph.nodes.values() if takes_memory(node, graph.device)]
     assert len(nodes) == 3
     pairs = concurrent_pairs(nodes, lambda node: ancestors([node]))
     assert all(a.inputs[-1] == b.inputs[-1] for a, b in pairs) and len(pairs) == 1

@@ -11,7 +11,7 @@ from nets import conv
 from rewriters.analysis.autodiff_roles import is_seed
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize import canonicalize
-from rewriters.device.properties import may_move_constant
+from rewriters.device.merged_kernels import may_move_constant
 from rewriters.ir.graph import ancestors
 from rewriters.scheduling.delay_early_ops import MIN_DELAYED_BYTES, DelayEarlyOps, earliest_forward_level
 from rewriters.swapping import swap_pass

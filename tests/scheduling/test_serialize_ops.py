@@ -13,7 +13,6 @@ from rewriters.analysis import summation_order
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize import canonicalize
 from rewriters.device.peak_memory import graph_peak, graph_schedule
-from rewriters.device.properties import device_of
 from rewriters.ir.graph import Graph, Node, ancestors, predecessors
 from rewriters.ir.graph_pass import run_pass
 from rewriters.scheduling.delay_early_ops import earliest_forward_level
@@ -260,5 +259,5 @@ def test_serialize_large_ops_keeps_devices_and_exchanges_apart():
     after = serialised(set(exchanged))
     assert not waits_for_itself(after)
     edges = [(node, before) for node in after.nodes.values() for before in node.control_inputs]
-    assert edges and all(device_of(node) == device_of(before) for node, before in edges)
+    assert edges and all(graph.device_of(node) == graph.device_of(before) for node, before in edges)
     assert waits_for_itself(serialised(())), "with edges behind exchanges the devices would be in a deadlock"

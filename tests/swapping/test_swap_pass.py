@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from devices import ONEDNN
 from equivalence import Cut, Step, keras_step
 from keras import layers
 from swapping import same_bits, swapped
@@ -192,9 +193,7 @@ def test_insert_swaps_swap_in_waits_for_releases_before(tmp_path):
 @pytest.mark.parametrize("net", NETS)
 def test_swapped_step_forward_phase_has_no_swap_in(net, strategy, monkeypatch):
     """With an unknown batch gradients read shapes of activations, which exist as soon as the activations do."""
-    monkeypatch.setattr(
-        "rewriters.device.peak_memory.op_scratch", lambda node, batch: 0
-    )  # Other gradients run at once then.
+    monkeypatch.setattr("rewriters.device.peak_memory.op_scratch", lambda *_: 0)  # Other gradients run at once then.
     peaks = {}
     for known in (True, False):
         keras.backend.clear_session()
@@ -425,9 +424,9 @@ def test_insert_swaps_updates_wait_for_few_ops(traced):
 
 
 @pytest.mark.parametrize("rank", [2, 3])
-def test_recompute_pooling_swapped_step_computes_same_bits(rank, monkeypatch):
+def test_recompute_pooling_swapped_step_computes_same_bits(rank, plan_with):
     """The pass is for oneDNN's kernels; the test runs it with TensorFlow's, in float64 where there is one."""
-    monkeypatch.setattr("rewriters.device.properties.pool_grad_needs_forward_workspace", lambda: True)
+    plan_with(**ONEDNN)
     convolve, pool = {2: (layers.Conv2D, layers.MaxPooling2D), 3: (layers.Conv3D, layers.MaxPooling3D)}[rank]
 
     def pooled(x):

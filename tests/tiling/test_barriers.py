@@ -15,7 +15,8 @@ from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize import canonicalize
 from rewriters.emission import loop_outputs, tile_pass
 from rewriters.errors import RewriteError
-from rewriters.ir.graph import from_tf_graph
+from rewriters.ir.device_model import DeviceModel
+from rewriters.ir.graph_reader import from_tf_graph
 from rewriters.rules import reduction
 from rewriters.rules.registry import Combination
 from rewriters.step_importer import StepImporter
@@ -463,10 +464,10 @@ def test_assign_levels_refused_ops_have_reasons_and_run_untiled():
 class FakeIteration:
     """A fake loop whose iterations are the parts of an array."""
 
-    batch, files, in_files = 1, None, frozenset()
+    batch, files, in_files, device = 1, None, frozenset(), DeviceModel(name="CPU:0")
 
     def __init__(self, part):
-        self.part = part
+        self.part, self.loop = part, self
 
     def fit(self, tensor, need, fill):
         return self.part

@@ -17,6 +17,7 @@ from rewriters.device.peak_memory import peak_bytes_of
 from rewriters.errors import NotTileableError
 from rewriters.estimates.loop_memory import loop_iterations
 from rewriters.estimates.op_cost import CostModel
+from rewriters.ir.device_detection import planned_device
 from rewriters.ir.graph import Node
 from rewriters.rules.intervals import Interval
 from rewriters.rules.registry import TileKind
@@ -323,7 +324,8 @@ def test_balanced_partition_minimises_largest_weight(weights, tiles, want):
 def test_balanced_partition_first_strip_is_smaller():
     step = keras_step(vgg, (96, 22), steps=1)
     forward, backward = planned(step, rows(4)).loops
-    peaks = [peak_bytes_of(iteration.events, ExactAllocator()) for iteration in loop_iterations(backward, 2)]
+    iterations = loop_iterations(backward, 2, planned_device())
+    peaks = [peak_bytes_of(iteration.events, ExactAllocator()) for iteration in iterations]
     assert max(peaks) < 1.35 * min(peaks)
     assert forward.cells[forward.writes[0]][0].size[0] < 24 / 4
 

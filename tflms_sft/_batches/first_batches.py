@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from rewriters.device import properties
+from rewriters.ir.device_detection import planned_device
 
 MIN_STABLE_SECONDS = 0.05
 """Shortest time for which the bytes in use must be constant."""
@@ -91,18 +91,18 @@ class PeekedBatches:
         The bytes in use may be constant while one batch is prepared, so they must be constant for as long as the first
         batch took. A device without memory statistics is not measured and needs no wait.
         """
-        if not properties.has_allocator_stats():
+        if not planned_device().has_allocator_stats:
             return
         _wait_until_stable(min(max(self._fetch_seconds, MIN_STABLE_SECONDS), MAX_WAIT_SECONDS), _bytes_in_use)
 
     def bytes_on_device(self) -> list[int]:
         """Return the sizes of those tensors of the first batch that lie in the measured memory."""
         tensors = tf.nest.flatten(self.first, expand_composites=True)
-        return [int(tf.size(t)) * t.dtype.size for t in tensors if t.device.endswith(properties.name())]
+        return [int(tf.size(t)) * t.dtype.size for t in tensors if t.device.endswith(planned_device().name)]
 
 
 def _bytes_in_use() -> int:
-    return int(tf.config.experimental.get_memory_info(properties.name())["current"])
+    return int(tf.config.experimental.get_memory_info(planned_device().name)["current"])
 
 
 def _wait_until_stable(stable_seconds: float, read: Callable[[], int]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from rewriters.device import properties
+from rewriters.ir.device_detection import planned_device
 from tflms_sft._batches.first_batches import PeekedBatches, can_peek, varies_in_size
 from tflms_sft._batches.planned_step import BatchSizes, PlannedStep, Shapes, positions_of, shapes_of, spec_with_sizes
 from tflms_sft._params.request import RewriteRequest
@@ -100,7 +100,7 @@ class SizeSelector:
         if not selects:
             if step.has_run:
                 return None
-            if is_shape_known and (self.request.pipeline is not None or not properties.has_allocator_stats()):
+            if is_shape_known and (self.request.pipeline is not None or not planned_device().has_allocator_stats):
                 return None
         try:
             peeked = PeekedBatches(iterator, self.model.steps_per_execution)

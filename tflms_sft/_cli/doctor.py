@@ -138,13 +138,15 @@ def _version(package: str) -> Finding:
 
 
 def _machine() -> Iterator[Finding]:
-    info = _fields("/proc/cpuinfo", ":")
+    from rewriters.ir.device_detection import proc_fields
+
+    info = proc_fields("/proc/cpuinfo")
     flags = set(info.get("flags", info.get("Features", "")).split())
     extensions = [flag for flag in _CPU_FLAGS if flag in flags]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     parts = (info.get("model name", platform.machine()), f"{cores} core(s)", " ".join(extensions))
     yield Finding(FINE, "CPU", ", ".join(part for part in parts if part))
-    memory = _fields("/proc/meminfo", ":")
+    memory = proc_fields("/proc/meminfo")
     if "MemTotal" in memory and "MemAvailable" in memory:
         total, free = (int(memory[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
         yield Finding(FINE, "memory", f"{format_bytes(total)}, {format_bytes(free)} available")
@@ -152,30 +154,21 @@ def _machine() -> Iterator[Finding]:
         yield Finding(NOTE, "memory", "unknown on this system")
 
 
-def _fields(path: str, separator: str) -> dict[str, str]:
-    """Return the first value of each field of a file in /proc; empty if the file does not exist."""
-    fields: dict[str, str] = {}
-    with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            name, _, value = line.partition(separator)
-            fields.setdefault(name.strip(), value.strip())
-    return fields
-
-
 def _tensorflow() -> Iterator[Finding]:
     import tensorflow as tf
 
-    from rewriters.device import properties
+    from rewriters.ir.device_detection import planned_device
 
     gpus = tf.config.list_physical_devices("GPU")
     devices = ", ".join(d.name.removeprefix("/physical_device:") for d in tf.config.list_physical_devices())
-    yield Finding(FINE, "devices", f"{devices}; plans are for {properties.name()}")
+    device = planned_device()
+    yield Finding(FINE, "devices", f"{devices}; plans are for {device.name}")
     if gpus:
         yield from _gpu_memory()
-    statistics = properties.has_allocator_stats()
+    statistics = device.has_allocator_stats
     effect = "none; `fit` does not measure peaks, `tflms_sft.measure` does"
     effect = "available; peaks are measured" if statistics else effect
-    yield Finding(FINE if statistics else NOTE, "statistics", f"allocator statistics of {properties.name()}: {effect}")
+    yield Finding(FINE if statistics else NOTE, "statistics", f"allocator statistics of {device.name}: {effect}")
     if not gpus:
         setting = os.environ.get("TF_ENABLE_ONEDNN_OPTS", "not set")
         yield Finding(FINE, "oneDNN", f"{'on' if statistics else 'off'} (TF_ENABLE_ONEDNN_OPTS: {setting})")
@@ -193,15 +186,15 @@ def _tensorflow() -> Iterator[Finding]:
 
 
 def _budget() -> Iterator[Finding]:
-    from rewriters.device import properties
+    from rewriters.ir.device_detection import planned_device
     from tflms_sft._machine.calibration import MAX_BUSY_FRACTION, busy_when_measured, rates_path
     from tflms_sft._machine.memory_info import free_device_memory
     from tflms_sft._params.tile_params import AUTO_BUDGET_FRACTION
 
     fraction = AUTO_BUDGET_FRACTION
     try:
-        free = format_bytes(fraction * free_device_memory())
-        yield Finding(FINE, 'budget "auto"', f"{free} now, {fraction:.0%} of the free memory of {properties.name()}")
+        free, name = format_bytes(fraction * free_device_memory()), planned_device().name
+        yield Finding(FINE, 'budget "auto"', f"{free} now, {fraction:.0%} of the free memory of {name}")
     except RewriteError as error:
         yield Finding(NOTE, 'budget "auto"', str(error))
     path = rates_path()
@@ -265,11 +258,12 @@ def _try_tiles() -> Iterator[Finding]:
 
 
 def _try_swaps(directory: str | None) -> Iterator[Finding]:
+    from rewriters.ir.device_detection import planned_device
     from tflms_sft._params.swap_params import SwapParams
     from tflms_sft._planner.swap_planner import reason_without_tier
 
     params = SwapParams(spill_dir=directory, min_bytes=1)
-    reason = reason_without_tier(params)
+    reason = reason_without_tier(params, planned_device())
     if reason:
         yield Finding(NOTE, "small step, swaps", reason)
     else:

@@ -52,8 +52,9 @@ def check_kernels() -> KernelReport:
     """
     import tensorflow as tf
 
-    from rewriters.device.cards import CARDS, planning_for
+    from rewriters.device.cards import CARDS
     from rewriters.device.kernel_audit import audit_kernels, check_build
+    from rewriters.ir.device_model import planning_for
     from tflms_sft._params.tile_params import SFTParams
     from tflms_sft._rewrite.rewrite import rewrite
 
@@ -63,7 +64,7 @@ def check_kernels() -> KernelReport:
     missing, copies = set[str](), list[str]()
     networks = _networks()
     for name, (dimensions, policy, build) in networks.items():
-        with contextlib.nullcontext() if has_gpu else planning_for(CARDS[CARD]), _policy(policy):
+        with contextlib.nullcontext() if has_gpu else planning_for(CARDS[CARD].device_model), _policy(policy):
             rewritten = rewrite(_step(build()), SFTParams(num_tiles=(2,) * dimensions))
         audit = audit_kernels(rewritten.concrete_function)
         for op in audit.ops:

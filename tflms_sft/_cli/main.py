@@ -12,8 +12,9 @@ import textwrap
 import traceback
 from collections.abc import Sequence
 
-from rewriters.device.cards import CARDS, planning_for
+from rewriters.device.cards import CARDS
 from rewriters.errors import BudgetError, RewriteError
+from rewriters.ir.device_model import planning_for
 from tflms_sft._cli import parser
 from tflms_sft._cli.exit_status import INTERRUPTED, NOT_MET, WRONG_ARGUMENTS, Outcome, UsageError
 from tflms_sft._util.requirements import check_backend, check_versions
@@ -70,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _planning_device(options: argparse.Namespace) -> contextlib.AbstractContextManager[None]:
     """Return the context in which plans are made for the card of `--device-model`, if there is one."""
     name = getattr(options, "device_model", None)
-    return planning_for(CARDS[name]) if name else contextlib.nullcontext()
+    return planning_for(CARDS[name].device_model) if name else contextlib.nullcontext()
 
 
 def _print_outcome(outcome: Outcome, as_json: bool) -> int:

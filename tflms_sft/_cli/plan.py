@@ -9,8 +9,8 @@ import json
 import os
 from typing import Any
 
-from rewriters.device.cards import planned_card
 from rewriters.estimates.op_cost import NOMINAL
+from rewriters.ir.device_detection import planned_device
 from rewriters.ir.graph_pass import dump_directory, dumping_to
 from tflms_sft._cli import step_options
 from tflms_sft._cli.exit_status import Outcome, Progress, UsageError
@@ -74,7 +74,7 @@ def _notes(model: Any, step: step_options.PlannableStep, plan: Plan) -> list[str
     calls = step.python_calls()
     if calls:
         notes.append(f"{shortened(calls, MAX_NAMES)} runs Python code, whose time and memory are not predicted")
-    card = planned_card()
+    card = planned_device().card
     if card is None:
         return notes
     peak = plan.predicted.peak_bytes

@@ -11,10 +11,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from rewriters.device import properties
-from rewriters.device.cards import planned_card
 from rewriters.device.kernel_audit import MAX_SMALL_BYTES, audit_graph
 from rewriters.errors import RewriteError
+from rewriters.ir.device_detection import planned_device
 from rewriters.ir.op_traits import Trait, ops_with
 from tflms_sft._cli import model_loading
 from tflms_sft._cli.exit_status import Progress, UsageError
@@ -399,9 +398,10 @@ def _assumed(model: Any, images: Any, targets: Any, why: str) -> Assumed:
 
 def _device() -> str:
     """Return the device whose memory is planned, as text."""
-    card = planned_card()
+    device = planned_device()
+    card = device.card
     if card is None:
-        return properties.name()
+        return device.name
     tf32 = card.tf32 and tf.config.experimental.tensor_float_32_execution_enabled()
     limit = format_bytes(card.memory_limit)
     return f"{card.title} by its data sheet, {'with' if tf32 else 'without'} TF32, {limit} for TensorFlow"

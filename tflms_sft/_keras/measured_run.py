@@ -9,8 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from rewriters.device import properties
 from rewriters.errors import BudgetError
+from rewriters.ir.device_detection import planned_device
 from rewriters.swapping.tiers import Tier
 from tflms_sft._batches.first_batches import PeekedBatches
 from tflms_sft._batches.planned_step import PlannedStep
@@ -150,7 +150,7 @@ class EagerTraining:
 
     def line(self) -> str:
         """Return the line that announces the training."""
-        subject = "The peak of the first step is" if properties.has_allocator_stats() else "No peak can be"
+        subject = "The peak of the first step is" if planned_device().has_allocator_stats else "No peak can be"
         return f"tflms-sft: training is not rewritten: {self._reason} {subject} compared with the budget."
 
     def begin_batch(self) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 
-from rewriters.device import properties
 from rewriters.errors import BudgetError
+from rewriters.ir.device_detection import planned_device
 from tflms_sft._report.plan import Plan
 from tflms_sft._report.plan_records import Measurement
 from tflms_sft._report.summary import excess_remedy
@@ -93,7 +93,7 @@ def peak_line(plan: Plan, *, is_replanned: bool) -> str:
     text, predicted = "tflms-sft: measured peak", format_bytes(plan.predicted.peak_bytes)
     if not exceeds_budget(plan):
         text += f" {format_bytes(plan.measured.peak_bytes)} in the first step, predicted {predicted}"
-        uncounted = properties.min_counted_bytes()
+        uncounted = planned_device().min_counted_bytes
         if uncounted and plan.measured.peak_bytes < MIN_COUNTED_FRACTION * plan.predicted.peak_bytes:
             text += f"; this device does not count tensors below {format_bytes(uncounted)}"
         return text

@@ -14,7 +14,7 @@ from rewriters.canonicalize.canonicalize import CanonicalMode
 from rewriters.errors import BudgetError
 from rewriters.estimates.op_cost import MachineRates
 from rewriters.ir import tf_internals
-from rewriters.ir.graph import from_concrete_function
+from rewriters.ir.graph_reader import from_concrete_function
 from rewriters.step_importer import StepImporter
 from tflms_sft._batches.batch_limits import BatchLimit, check_batch_shape, require_batch_size
 from tflms_sft._batches.planned_step import PlannedStep

@@ -8,9 +8,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from rewriters.device import properties
 from rewriters.device.gpu_kernels import without_gpu_optimizers
 from rewriters.errors import RewriteError
+from rewriters.ir.device_detection import planned_device
 from tflms_sft._batches.batch_limits import planned_size_error
 from tflms_sft._batches.size_selector import SizeSelector
 from tflms_sft._cluster.worker_watch import workers_watched
@@ -180,7 +180,7 @@ class StepPatch:
             # Not under `tf.init_scope`, which would pause the gradient tapes of the step.
             importer, planned = self._planner.rewrite(self._original_step, specs, open_specs)
             step.add(key, importer, planned, is_open=planned is open_specs)
-            if not step.has_run and properties.has_allocator_stats():
+            if not step.has_run and planned_device().has_allocator_stats:
                 for tier in importer.tiers:
                     watch_tier(tier)
         return step.call(key, tf.nest.flatten(data), is_selected=self.sizes.is_selecting)

@@ -23,9 +23,9 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from rewriters.device import properties
-from rewriters.device.cards import nearest_card, planned_card
+from rewriters.device.cards import nearest_card
 from rewriters.estimates.op_cost import NOMINAL, MachineRates
+from rewriters.ir.device_detection import planned_device, proc_fields
 from tflms_sft._machine.card_rates import card_rates
 from tflms_sft._machine.cpu_load import OtherProcesses
 from tflms_sft._machine.rate_benchmarks import measured_rates, num_cores
@@ -58,7 +58,7 @@ def machine_rates(tell: Callable[[str], None] | None = None) -> MachineRates:
     Raises:
         ValueError: If the environment names a file without rates.
     """
-    card = planned_card()
+    card = planned_device().card
     if card is not None:
         return card_rates(card)
     path = rates_path()
@@ -74,7 +74,7 @@ def stored_rates() -> MachineRates:
 
     For times that are printed and decide nothing.
     """
-    card = planned_card()
+    card = planned_device().card
     if card is not None:
         return card_rates(card)
     path = rates_path()
@@ -85,7 +85,7 @@ def stored_rates() -> MachineRates:
 
 def _nominal() -> MachineRates:
     """Return rates without a measurement: those of a small CPU, on a GPU those of the card that is nearest to it."""
-    capability = properties.compute_capability()
+    capability = planned_device().compute_capability
     return card_rates(nearest_card(capability)) if capability else NOMINAL
 
 
@@ -124,7 +124,7 @@ def _measure(path: Path, tell: Callable[[str], None] | None) -> MachineRates:
     if tell is not None:
         tell(f"tflms-sft: measuring the speed of this machine once; the result is stored in {path}")
     others = OtherProcesses()
-    rates = None if properties.name().startswith("GPU") else _measure_in_child()
+    rates = None if planned_device().is_gpu else _measure_in_child()
     try:
         rates = rates or measured_rates()
     except (tf.errors.OpError, MemoryError):  # Not enough memory for a measurement.
@@ -170,15 +170,16 @@ def cache_directory() -> Path:
 
 def _key() -> str:
     """Return a hash of everything that rates depend on."""
-    gpus = tf.config.get_visible_devices("GPU") if properties.name().startswith("GPU") else []
-    chip = str(tf.config.experimental.get_device_details(gpus[0]).get("device_name")) if gpus else _processor()
+    processor = proc_fields("/proc/cpuinfo").get("model name") or platform.processor() or platform.machine()
+    gpus = tf.config.get_visible_devices("GPU") if planned_device().is_gpu else []
+    chip = str(tf.config.experimental.get_device_details(gpus[0]).get("device_name")) if gpus else processor
     parts: tuple[object, ...] = (
         VERSION,
         tf.__version__,
         chip,
         _threads(),
         num_cores(),
-        properties.has_allocator_stats(),
+        planned_device().has_allocator_stats,
     )
     if gpus:
         parts += (tf.config.experimental.tensor_float_32_execution_enabled(),)
@@ -189,14 +190,6 @@ def _threads() -> tuple[int, int]:
     """Return the numbers of intra-op and inter-op threads; 0 is TensorFlow's default."""
     threading = tf.config.threading
     return threading.get_intra_op_parallelism_threads(), threading.get_inter_op_parallelism_threads()
-
-
-def _processor() -> str:
-    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def busy_when_measured(path: Path) -> float:

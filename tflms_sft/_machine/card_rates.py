@@ -6,8 +6,8 @@ import math
 
 import tensorflow as tf
 
-from rewriters.device.cards import Card
 from rewriters.estimates.op_cost import NOMINAL, MachineRates
+from rewriters.ir.device_model import Card
 
 __all__: list[str] = []
 

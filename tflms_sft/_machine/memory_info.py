@@ -8,9 +8,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from rewriters.device import properties
-from rewriters.device.cards import planned_card
 from rewriters.errors import RewriteError
+from rewriters.ir.device_detection import detect_device, planned_device
 
 _MEMINFO = "/proc/meminfo"
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -53,14 +52,14 @@ def device_memory_limit(devices: Sequence[str] = ()) -> int | None:
     Args:
         devices: GPUs of several replicas, which all get what the smallest one has; the result is their sum.
     """
-    limits = [properties.memory_limit(device) for device in devices or (properties.name(),)]
+    limits = [_memory_limit(device) for device in devices or (planned_device().name,)]
     known = [limit for limit in limits if limit is not None]
     return len(known) * min(known) if known else None
 
 
 def device_names(devices: Sequence[str] = ()) -> str:
     """Return the names of the devices whose memory is planned, for a message."""
-    card, names = planned_card(), ", ".join(devices) or properties.name()
+    card, names = planned_device().card, ", ".join(devices) or planned_device().name
     if card is None:
         return names
     return f"{card.title} ({names})" if len(devices) > 1 else card.title
@@ -75,7 +74,7 @@ def free_device_memory(devices: Sequence[str] = ()) -> int:
     Raises:
         RewriteError: If the system does not report its free memory.
     """
-    if properties.name().startswith("CPU"):
+    if not planned_device().is_gpu:
         free = free_memory()
         if free is None:
             raise RewriteError(
@@ -83,14 +82,20 @@ def free_device_memory(devices: Sequence[str] = ()) -> int:
                 'size instead: `memory_budget="4GiB"`, on the command line `--budget 4GiB`.'
             )
         return free
-    names = devices or (properties.name(),)
+    names = devices or (planned_device().name,)
     return len(names) * min(map(_free_bytes_of_gpu, names))
 
 
+def _memory_limit(name: str) -> int | None:
+    """Return the bytes that TensorFlow may allocate on a device; those of a planned card for each name."""
+    planned = planned_device()
+    return (planned if planned.card or planned.name == name else detect_device(name)).memory_limit
+
+
 def _free_bytes_of_gpu(device: str) -> int:
-    limit = properties.memory_limit(device)
+    limit = _memory_limit(device)
     assert limit is not None
-    in_use = 0 if planned_card() else int(tf.config.experimental.get_memory_info(device)["current"])
+    in_use = 0 if planned_device().card else int(tf.config.experimental.get_memory_info(device)["current"])
     return max(limit - in_use, 0)
 
 

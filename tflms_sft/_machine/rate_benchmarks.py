@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from rewriters.device import properties
-from rewriters.device.kernel_scratch import KernelShape, second_level_cache, unfolded_at_once
+from rewriters.device.kernel_scratch import KernelShape, unfolded_at_once
 from rewriters.estimates.op_cost import DIRECT, NOMINAL, MachineRates
+from rewriters.ir.device_detection import planned_device
 from rewriters.swapping.spill_store import SpillStore, reason_unsupported
 
 __all__: list[str] = []
@@ -61,7 +61,7 @@ DIRECT_SLOWDOWN = 3
 
 def measured_rates() -> MachineRates:
     """Measure all rates of the device, outside of any graph that is being traced."""
-    with tf.init_scope(), tf.device(f"/{properties.name()}"):
+    with tf.init_scope(), tf.device(f"/{planned_device().name}"):
         tf.fill([MAX_HEAP_BLOCK_BYTES // 4], 1.0)  # Freeing it makes the C library keep blocks of that size.
         touched: dict[str, float] = {}
         for _ in range(PASSES):
@@ -78,13 +78,13 @@ def measured_rates() -> MachineRates:
             unfolded=unfolded,
             first_touch=fresh,
             call=call,
-            kernel_call={} if _is_accelerator() else _kernel_calls(flops, call),
+            kernel_call={} if planned_device().is_gpu else _kernel_calls(flops, call),
             host_call=_host_call(),
-            copied=_host() if _is_accelerator() else min(_cache(), touched[""]),
-            overlapped=_is_accelerator(),
+            copied=_host() if planned_device().is_gpu else min(_cache(), touched[""]),
+            overlapped=planned_device().is_gpu,
             disk_write=write,
             disk_read=read,
-            long_row_bytes=second_level_cache() or NOMINAL.long_row_bytes,
+            long_row_bytes=planned_device().second_level_cache_bytes or NOMINAL.long_row_bytes,
             long_row_slowdown=_long_row_slowdown(touched[""]),
         )
 
@@ -102,17 +102,13 @@ def _seconds(run: Callable[[], Any], runs: int = RUNS) -> float:
     return best
 
 
-def _is_accelerator() -> bool:
-    return not properties.name().startswith("CPU")
-
-
 def _num_bytes(tensors: Sequence[Any]) -> int:
     return sum(int(tf.size(t)) * t.dtype.size for t in tensors)
 
 
 def _memory_bound() -> Iterator[tuple[str, int, float]]:
     """Yield (op type, bytes touched, seconds) of memory-bound ops; the type `""` stands for all others."""
-    raw, tensor_bytes = tf.raw_ops, ACCELERATOR_BYTES if _is_accelerator() else HEAP_BYTES
+    raw, tensor_bytes = tf.raw_ops, ACCELERATOR_BYTES if planned_device().is_gpu else HEAP_BYTES
     side = math.isqrt(tensor_bytes // 4 // 64)
     x, y = (tf.random.uniform((1, side, side, 64)) for _ in range(2))
     pool = {"ksize": [1, 2, 2, 1], "strides": [1, 2, 2, 1], "padding": "VALID"}
@@ -217,11 +213,11 @@ def _arithmetic(touched: dict[str, float], fresh: float) -> tuple[dict[str, floa
         rate = (thick.flops - thin.flops) / max(slow - fast, 0.2 * slow)
         flops[thin.op] = rate
         copy_seconds = fast - thin.flops / rate
-        if properties.unfolds_convolutions() and copy_seconds > 0:
+        if planned_device().unfolds_convolutions and copy_seconds > 0:
             unfolded[thin.op] = thin.windows / copy_seconds
         elif not thin.windows:
             flops[thin.op] = thick.flops / slow
-    if properties.unfolds_convolutions():  # With small caches even such volumes are unfolded, one by one.
+    if planned_device().unfolds_convolutions:  # With small caches even such volumes are unfolded, one by one.
         unfolded.setdefault(DIRECT, unfolded.get("Conv3DBackpropFilterV2", touched[""]) / DIRECT_SLOWDOWN)
     for contraction in (*_depthwise(images), _product()):
         flops[contraction.op] = contraction.flops / without_memory(contraction, _seconds(contraction.run))
@@ -233,7 +229,7 @@ def _arithmetic(touched: dict[str, float], fresh: float) -> tuple[dict[str, floa
 def _pairs(images: int) -> Iterator[tuple[_Contraction, _Contraction]]:
     """Yield convolutions and their gradients in pairs, with few and with many channels on one side."""
     yield from zip(_convolutions(images, 16), _convolutions(images, 256), strict=True)
-    if not properties.unfolds_convolutions():
+    if not planned_device().unfolds_convolutions:
         yield from zip(_volumes(images, THIN), _volumes(images, THICK), strict=True)
         return
     for volumes in dict.fromkeys((_many_volumes(), 1)):
@@ -260,7 +256,7 @@ def _timed(
 
 def _enough_images() -> int:
     """Return a batch size with which a convolution takes long enough for timing."""
-    images, most = 1, ACCELERATOR_MAX_IMAGES if _is_accelerator() else MAX_IMAGES
+    images, most = 1, ACCELERATOR_MAX_IMAGES if planned_device().is_gpu else MAX_IMAGES
     while images < most and _seconds(_convolutions(images, 64)[0].run, 2) < MIN_RUN_SECONDS:
         images *= 2
     return images
@@ -281,7 +277,7 @@ def _convolutions(images: int, channels: int) -> list[_Contraction]:
             lambda: raw.Conv2D(input=x, filter=filters, **options),
             flops,
             moved,
-            windows if properties.unfolds_convolutions() else 0,
+            windows if planned_device().unfolds_convolutions else 0,
         ),
         _Contraction(
             "Conv2DBackpropInput",
@@ -346,7 +342,7 @@ def _kernel(op: str, volumes: int, channels: int) -> str:
 def _unfolded(op: str, volumes: int, channels: int) -> int:
     """Return the scratch memory in bytes of the kernel of a volume gradient."""
     call, sizes = KernelShape(volumes, SIDE**3, SIDE**3), (TAPS, VOLUME_CHANNELS, channels)
-    return unfolded_at_once(op, tf.float32, call, sizes) * tf.float32.size
+    return unfolded_at_once(op, tf.float32, call, sizes, planned_device()) * tf.float32.size
 
 
 def _volumes(volumes: int, channels: int) -> list[_Contraction]:
@@ -362,7 +358,7 @@ def _volumes(volumes: int, channels: int) -> list[_Contraction]:
         into: lambda: raw.Conv3DBackpropInputV2(input_sizes=x.shape, filter=cube, out_backprop=y, **options),
         out: lambda: raw.Conv3DBackpropFilterV2(input=x, filter_sizes=cube.shape, out_backprop=y, **options),
     }
-    unfolds = properties.unfolds_convolutions()
+    unfolds = planned_device().unfolds_convolutions
     contractions = []
     for op, run in runs.items():
         kernel = _kernel(op, volumes, channels) if unfolds and op != "Conv3D" else op
@@ -384,12 +380,13 @@ def _long_row_slowdown(touched: float) -> float:
     Args:
         touched: Bytes read and written per second.
     """
-    if properties.unfolds_convolutions() or _is_accelerator() or not second_level_cache():
+    device = planned_device()
+    if device.unfolds_convolutions or device.is_gpu or not device.second_level_cache_bytes:
         return 1.0
     best = {LONG_ROWS: math.inf, SHORT_ROWS: math.inf}
     for _ in range(PASSES):
         for length in best:
-            x = _image_with_rows(round(length * second_level_cache()))
+            x = _image_with_rows(round(length * planned_device().second_level_cache_bytes))
             seconds = _seconds(functools.partial(_filter_gradient, x))
             best[length] = min(best[length], max(seconds - 2 * _num_bytes([x]) / touched, 0.2 * seconds))
     return max(best[LONG_ROWS] / best[SHORT_ROWS], 1.0)
@@ -399,7 +396,7 @@ def _image_with_rows(row_bytes: int) -> Any:
     """Return an image of which two rows have some bytes, and which is as large as one with eight long rows."""
     channels = 64
     width = max(row_bytes // (2 * channels * tf.float32.size), 1)
-    height = 8 * LONG_ROWS * second_level_cache() // row_bytes
+    height = 8 * LONG_ROWS * planned_device().second_level_cache_bytes // row_bytes
     return tf.random.uniform((1, height, width, channels))
 
 
@@ -413,7 +410,7 @@ def _filter_gradient(x: Any) -> Any:
 
 def _product() -> _Contraction:
     """Return a matrix product, whose rate stands for dense layers and all ops without a rate."""
-    side = 8192 if _is_accelerator() else 1024
+    side = 8192 if planned_device().is_gpu else 1024
     a = tf.random.uniform((side, side))
     return _Contraction("", lambda: tf.raw_ops.MatMul(a=a, b=a), 2.0 * side**3, _num_bytes([a, a, a]))
 
@@ -510,7 +507,7 @@ def out_and_back(num_bytes: int) -> Any:
 
     The copies are variables, because Grappler drops identities.
     """
-    with tf.device(f"/{properties.name()}"):
+    with tf.device(f"/{planned_device().name}"):
         on_device = tf.Variable(tf.fill([num_bytes // 4], 1.0))
     with tf.device("/device:CPU:0"):
         on_host = tf.Variable(on_device)

@@ -14,7 +14,7 @@ from rewriters.batch_semantics import SUM_OR_MEAN, EquivalenceReport, TraceCompa
 from rewriters.canonicalize.canonicalize import CanonicalMode
 from rewriters.errors import PipelineError
 from rewriters.ir.graph import LOOPS, Node, Tensor, ancestors
-from rewriters.ir.inlining import is_xla_call
+from rewriters.ir.graph_reader import is_xla_call
 from rewriters.pipelining.micro_batch_reduction import MicroBatchReduction
 from rewriters.pipelining.step_partition import StepPartition, split_step
 from tflms_sft._params.pipeline_params import PipelineParams

@@ -157,9 +157,8 @@ class _Stage:
         results = (node.out(index) for node in nodes for index in range(len(node.outputs)))
         outside = [t for t in results if any(reader not in inside for reader, _ in self.readers.get(t, ()))]
         here = [node for node in nodes if node not in away]
-        return most_alive(
-            here, self.batch, outside, concurrent_scratch({node: self._own_bytes(node) for node in here}, here)
-        )
+        scratch = concurrent_scratch({node: self._own_bytes(node) for node in here}, here, self.planned.traced.device)
+        return most_alive(here, self.batch, outside, scratch)
 
     def _own_bytes(self, node: Node) -> int:
         """Return the bytes that an op needs while it runs; for a loop, those of an iteration."""
@@ -167,7 +166,7 @@ class _Stage:
             return (
                 self.planned.traced.loop_memory.peak_bytes(self.tile_loops[node], self.batch) if node.op in LOOPS else 0
             )
-        return op_scratch(node, self.batch)
+        return op_scratch(node, self.batch, self.planned.traced.device)
 
     def seconds(self, nodes: Sequence[Node]) -> float:
         """Return the predicted time of some ops, with swaps running concurrently."""

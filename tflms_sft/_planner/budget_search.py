@@ -22,7 +22,6 @@ from typing import Protocol
 
 import tensorflow as tf
 
-from rewriters.device import properties
 from rewriters.device.peak_memory import Peak
 from rewriters.emission.file_buffers import FileBuffers, reason_without_files
 from rewriters.emission.tile_pass import SegmentPlan
@@ -33,7 +32,7 @@ from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._planner.barrier_search import Barriers, BarrierSearch
 from tflms_sft._planner.plan_description import reasons, takes_most
-from tflms_sft._planner.swap_planner import is_host_tier, reason_without_tier
+from tflms_sft._planner.swap_planner import reason_without_tier
 from tflms_sft._planner.swap_search import SwapSearch
 from tflms_sft._planner.tile_search import InferenceSearch, TrainingSearch
 from tflms_sft._planner.traced_step import (
@@ -176,7 +175,7 @@ def plans_within_budget(traced: TracedStep, params: AutoParams, advise: bool = F
     if not traced.analysis.backward:
         why = NO_SWAPS if isinstance(params.swap, SwapParams) else ""
         params = dataclasses.replace(params, swap=False)
-    elif params.swap is True and (reason := reason_without_tier(swaps_within(params))):
+    elif params.swap is True and (reason := _reason_without_swaps(traced, params)):
         why = f"nothing is swapped, because {reason}"
         params = dataclasses.replace(params, swap=False)
     search = _search(traced)
@@ -203,7 +202,7 @@ def least_memory(traced: TracedStep, params: AutoParams) -> Candidate:
         traced: A training step.
         params: Swaps that are allowed.
     """
-    if params.swap is True and reason_without_tier(swaps_within(params)):
+    if params.swap is True and _reason_without_swaps(traced, params):
         params = dataclasses.replace(params, swap=False)
     return LeastMemory(traced, _search(traced), params).smallest()
 
@@ -254,7 +253,7 @@ def _fitting(traced: TracedStep, search: TileSearch, params: AutoParams, least: 
     if limit <= traced.fixed_bytes:
         return []
     options = []
-    swap = swaps_within(params)
+    swap = swaps_within(traced, params)
     alone = None if params.swap is False else _swaps_alone(traced, swap, limit)
     swapped = math.inf if alone is None else alone.seconds
     _tell(traced, [] if alone is None else [alone])
@@ -302,14 +301,18 @@ def _search(traced: TracedStep) -> TileSearch:
     return traced.once("search", begin)
 
 
-def swaps_within(params: AutoParams, least: bool = False) -> SwapParams:
+def swaps_within(traced: TracedStep, params: AutoParams, least: bool = False) -> SwapParams:
     """Return the swaps that a budget allows: of small tensors only if it is small, or if `least` memory is wanted."""
     if isinstance(params.swap, SwapParams):
         return params.swap
     min_bytes = SMALLEST_SWAP if least else max(SMALLEST_SWAP, min(LARGEST_SWAP, params.memory_budget // 256))
-    least_memory = SwapParams(ctrld_strategy="direct_order", fuse_swapins=True, min_bytes=min_bytes)
-    # Beside an accelerator the search chooses the number of concurrent swap-outs.
-    return least_memory if is_host_tier(least_memory) else dataclasses.replace(least_memory, max_in_flight=1)
+    in_flight = None if traced.device.is_gpu else 1  # Beside a GPU the search chooses the number of swap-outs.
+    return SwapParams(ctrld_strategy="direct_order", fuse_swapins=True, min_bytes=min_bytes, max_in_flight=in_flight)
+
+
+def _reason_without_swaps(traced: TracedStep, params: AutoParams) -> str:
+    """Return why a budget can swap no tensor; empty if it can swap some."""
+    return reason_without_tier(swaps_within(traced, params), traced.device)
 
 
 def _swaps_alone(traced: TracedStep, swap: SwapParams, limit: int) -> FeasiblePlan | None:
@@ -418,11 +421,14 @@ class LeastMemory:
 
     @functools.cached_property
     def _untiled(self) -> SwapSearch:
-        return SwapSearch(self._traced, [], swaps_within(self._params, least=True))
+        return self._swap_search([])
 
     @functools.cached_property
     def _tiled(self) -> SwapSearch:
-        return SwapSearch(self._traced, self._search.smallest.plans, swaps_within(self._params, least=True))
+        return self._swap_search(self._search.smallest.plans)
+
+    def _swap_search(self, plans: list[SegmentPlan]) -> SwapSearch:
+        return SwapSearch(self._traced, plans, swaps_within(self._traced, self._params, least=True))
 
     def swaps_alone(self, limit: int) -> list[FeasiblePlan]:
         """Return the plan with swaps of small tensors, too, and without tiles, if it fits and they have room."""
@@ -434,8 +440,8 @@ class LeastMemory:
     @functools.cached_property
     def in_files(self) -> TilesInFiles | None:
         """Tile plans with results in files; `None` if no files may be written, or no tensor is large enough."""
-        traced, swap = self._traced, swaps_within(self._params)
-        if self._params.swap is False or not swap.page_cache or reason_without_files(swap.directory):
+        traced, swap = self._traced, swaps_within(self._traced, self._params)
+        if self._params.swap is False or not swap.page_cache or reason_without_files(swap.directory, traced.device):
             return None
         files = FileBuffers(swap.directory, traced.batch)
         results = (node.out(index) for node in traced.analysis.order for index in range(len(node.outputs)))
@@ -568,7 +574,7 @@ def _remedy(traced: TracedStep, params: AutoParams, search: TileSearch, smallest
     # After a step above its prediction more headroom is the remedy.
     if traced.excess_bytes <= 0 and headroom >= MIN_HEADROOM:
         larger += f", or `headroom={headroom:g}` with the same budget"
-    if params.swap is False and traced.analysis.backward and not reason_without_tier(swaps_within(params)):
+    if params.swap is False and traced.analysis.backward and not _reason_without_swaps(traced, params):
         peak = LeastMemory(traced, search, dataclasses.replace(params, swap=True)).smallest().peak
         with_swaps = _smallest_budget(traced, params, peak)
         if with_swaps <= MAX_HELPFUL_FRACTION * smallest:
@@ -579,7 +585,7 @@ def _remedy(traced: TracedStep, params: AutoParams, search: TileSearch, smallest
     images = int(traced.batch * fraction)
     half = ""
     if fraction >= HALF_PRECISION_FRACTION and not _is_mixed(traced):
-        policy = "mixed_float16" if properties.name().startswith("GPU") else "mixed_bfloat16"
+        policy = "mixed_float16" if traced.device.is_gpu else "mixed_bfloat16"
         half = f' Or build the model with `keras.config.set_dtype_policy("{policy}")`: it may fit, too.'
     if images:
         return f"{larger}, or shrink the batch: {images} instead of {traced.batch} is estimated to fit.{half}"

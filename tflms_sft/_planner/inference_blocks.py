@@ -16,8 +16,8 @@ from collections.abc import Hashable, Iterator
 import numpy as np
 
 from rewriters.analysis.autodiff_roles import reads_shape_only
-from rewriters.device import properties
 from rewriters.device.kernel_scratch import op_scratch
+from rewriters.device.op_buffers import allocates, forwards_input_buffer, may_run_in_place
 from rewriters.device.peak_memory import most_alive
 from rewriters.emission.loop_signature import segment_signature
 from rewriters.emission.loop_tensors import loop_operand
@@ -50,13 +50,11 @@ class LiveTensors:
         last = {tensor: end for tensor in analysis.graph.outputs}
         for node in reversed(analysis.order):  # A consumer of a forwarded buffer reads the original.
             for tensor in () if reads_shape_only(node) else node.inputs:
-                until = last.get(node.out(), -1) if properties.forwards_input_buffer(node) else -1
+                until = last.get(node.out(), -1) if forwards_input_buffer(node) else -1
                 last[tensor] = max(last.get(tensor, -1), until, analysis.position[node])
         self._last = last
         self._tensors = [
-            t
-            for t in last
-            if properties.allocates(t.node) and not properties.forwards_input_buffer(t.node) and t.node in analysis.data
+            t for t in last if allocates(t.node) and not forwards_input_buffer(t.node) and t.node in analysis.data
         ]
         self._positions = np.array([analysis.position[t.node] for t in self._tensors])
         self._last_positions = np.array([last[t] for t in self._tensors])
@@ -71,7 +69,7 @@ class LiveTensors:
 
     def entries(self, segment: Segment) -> list[Tensor]:
         """Return the entries that take memory, without arguments, which are alive anyway."""
-        return [t for t in segment.entries if properties.allocates(t.node)]
+        return [t for t in segment.entries if allocates(t.node)]
 
     def entries_read_later(self, segment: Segment) -> list[Tensor]:
         """Return the entries that ops after the segment read as well."""
@@ -152,7 +150,7 @@ class InferenceBlocks(ComponentBlocks):
             return None
         entries, bytes_across = self._live.entries(segment), self._live.bytes_across(segment)
         order = [*dict.fromkeys(t.node for t in entries), *segment.forward]
-        scratch = {node: (op_scratch(node, batch),) for node in segment.forward}
+        scratch = {node: (op_scratch(node, batch, traced.device),) for node in segment.forward}
         peak = most_alive(order, batch, [*segment.exits, *self._live.entries_read_later(segment)], scratch)
         seconds = traced.costs.step(segment.forward)
         untiled = BlockChoice(first=first, last=last, working_bytes=bytes_across + peak, seconds=seconds)
@@ -202,4 +200,4 @@ def _is_overwritten(traced: TracedStep, component: TileableComponent, position: 
     """Return whether the only consumer of an op may run in place, such as an activation after a bias."""
     node = component.nodes[position]
     consumers = {consumer for consumer, _ in traced.analysis.consumers.get(node.out(), ())}
-    return len(consumers) == 1 and all(map(properties.may_run_in_place, consumers))
+    return len(consumers) == 1 and all(map(may_run_in_place, consumers))

@@ -10,10 +10,10 @@ import tensorflow as tf
 
 from rewriters.analysis.autodiff_roles import in_scope
 from rewriters.analysis.graph_analysis import GraphAnalysis
-from rewriters.device import properties
 from rewriters.device.peak_memory import Peak, waits
 from rewriters.emission.tile_pass import SegmentPlan, loop_nodes
 from rewriters.errors import SwapError
+from rewriters.ir.device_model import DeviceModel
 from rewriters.ir.graph import Graph, Node
 from rewriters.pipelining.stage_passes import StagedStep, with_swaps
 from rewriters.swapping.recompute_pooling import forward_pool_of, recomputed_pool_name
@@ -53,14 +53,14 @@ MAX_REASONS = 4
 """Reasons after which an error is cut short."""
 
 
-def is_host_tier(params: SwapParams) -> bool:
+def is_host_tier(params: SwapParams, device: DeviceModel) -> bool:
     """Return whether tensors are swapped to host memory, as they are by default from a GPU."""
-    return params.tier == "host" or (params.tier == "auto" and properties.name().startswith("GPU"))
+    return params.tier == "host" or (params.tier == "auto" and device.is_gpu)
 
 
 def overlaps(traced: TracedStep, params: SwapParams) -> bool:
     """Return whether transfers overlap with computation, so that the lead of a swap-in matters."""
-    return traced.rates.overlapped and is_host_tier(params)
+    return traced.rates.overlapped and is_host_tier(params, traced.device)
 
 
 class SwapTiming:
@@ -107,7 +107,7 @@ class SwapTiming:
 
     def _simulated(self, result: SwapResult, *, transfers: bool = True) -> Timetable:
         """Return the times of a step, with or without the durations of its transfers."""
-        batch, runs_ahead = self._traced.batch, properties.name().startswith("GPU")
+        batch, runs_ahead = self._traced.batch, self._traced.device.is_gpu
         outs, ins = (
             {node: node.inputs[0].num_bytes(batch) / self._rate if transfers else 0.0 for node in nodes}
             for nodes in (result.swap_outs, result.swap_ins)
@@ -183,7 +183,7 @@ def apply_swaps(traced: TracedStep, graph: Graph, params: SwapParams, plans: Seq
         SwapError: For names that are not in the graph, a tier that is not available, and a step on other machines.
     """
     check_here(traced)
-    batch, tier = traced.batch, make_tier(params)
+    batch, tier = traced.batch, make_tier(params, traced.device)
     check_names(traced, graph, params)
     analysis = prepared(traced, graph, params)
     timing = SwapTiming(traced, plans, analysis, params)
@@ -222,7 +222,7 @@ def swap_in_stages(
         SwapError: As `apply_swaps` raises it, and for stages on other machines.
     """
     check_here(traced, devices)
-    tier = make_tier(params)
+    tier = make_tier(params, traced.device)
     check_names(traced, staged.analysis.graph, params)
     swapped = with_swaps(
         staged,
@@ -274,17 +274,17 @@ def check_here(traced: TracedStep, devices: Iterable[str] = ()) -> None:
         )
 
 
-def make_tier(params: SwapParams) -> HostTier | DiskTier:
+def make_tier(params: SwapParams, device: DeviceModel) -> HostTier | DiskTier:
     """Return the tier of the parameters.
 
     Raises:
         SwapError: For the host tier without an accelerator, where swapped tensors would stay in the same memory, and
             for the disk tier on a system without spill files.
     """
-    reason = reason_without_tier(params)
+    reason = reason_without_tier(params, device)
     if not reason:
-        return HostTier() if is_host_tier(params) else DiskTier(SpillStore(params.directory, params.page_cache))
-    if is_host_tier(params):
+        return HostTier() if is_host_tier(params, device) else DiskTier(SpillStore(params.directory, params.page_cache))
+    if is_host_tier(params, device):
         remedy = 'Use `tier="disk"`'
     elif reason_unsupported():
         remedy = "Use tiles alone: `SFTParams`, or `swap=False` with a budget"
@@ -293,10 +293,10 @@ def make_tier(params: SwapParams) -> HostTier | DiskTier:
     raise SwapError(f"{reason[0].upper()}{reason[1:]}. {remedy}.")
 
 
-def reason_without_tier(params: SwapParams) -> str:
+def reason_without_tier(params: SwapParams, device: DeviceModel) -> str:
     """Return why no tensor can be swapped with these parameters on this system; empty if some can be."""
-    if is_host_tier(params):
-        has_host = properties.name().startswith("GPU") or len(tf.config.list_logical_devices("CPU")) > 1
+    if is_host_tier(params, device):
+        has_host = device.is_gpu or len(tf.config.list_logical_devices("CPU")) > 1
         text = '`tier="host"` needs an accelerator: without one, host memory is the memory of the device'
         return "" if has_host else text
     reason = reason_unsupported(params.page_cache)
@@ -321,19 +321,19 @@ def swapped_seconds(
         return seconds + waiting
     sizes = [(swap.tensor.num_bytes(traced.batch), len(swap.swap_ins)) for swap in swaps]
     out, back = sum(size for size, _ in sizes), sum(size * times for size, times in sizes)
-    return traced.rates.swapped(seconds, out, back, _to_disk(params, out))
+    return traced.rates.swapped(seconds, out, back, _to_disk(traced, params, out))
 
 
-def _to_disk(params: SwapParams, out: int) -> bool:
+def _to_disk(traced: TracedStep, params: SwapParams, out: int) -> bool:
     """Return whether `out` swapped bytes reach the disk itself, not its page cache alone."""
-    return not is_host_tier(params) and (not params.page_cache or exceeds_page_cache(out))
+    return not is_host_tier(params, traced.device) and (not params.page_cache or exceeds_page_cache(out))
 
 
 def out_seconds(traced: TracedStep, outs: Iterable[Node], params: SwapParams) -> dict[Node, float]:
     """Return the seconds that each swap-out may last, while its tensor stays in memory."""
     sizes = {out: sum(tensor.num_bytes(traced.batch) for tensor in out.inputs) for out in outs}
     rates = traced.rates
-    rate = min(rates.copied, rates.disk_write) if _to_disk(params, sum(sizes.values())) else rates.copied
+    rate = min(rates.copied, rates.disk_write) if _to_disk(traced, params, sum(sizes.values())) else rates.copied
     slowdown = 1.0 if overlaps(traced, params) else SWAP_OUT_SLOWDOWN  # No core copies beside an accelerator.
     return {out: slowdown * size / rate for out, size in sizes.items()}
 

@@ -54,7 +54,7 @@ class SwapSearch:
     def __init__(self, traced: TracedStep, plans: list[SegmentPlan], params: SwapParams) -> None:
         self._traced = traced
         self._plans = plans
-        self._tier = make_tier(params)
+        self._tier = make_tier(params, traced.device)
         self._on_host = isinstance(self._tier, HostTier)
         graph = tile_skeleton(traced.analysis, plans, traced.files) if plans else traced.analysis.graph
         check_names(traced, graph, params)

@@ -21,6 +21,7 @@ from rewriters.emission.tile_pass import SegmentPlan, loop_nodes, tile_skeleton
 from rewriters.estimates.loop_memory import IterationModelCache
 from rewriters.estimates.op_cost import NOMINAL, CostModel, MachineRates, sum_in_order
 from rewriters.ir import tf_internals
+from rewriters.ir.device_model import DeviceModel
 from rewriters.ir.graph import Graph, Node, Tensor
 from rewriters.tiling.segment import Segment
 from rewriters.tiling.tile_planner import TileLoop
@@ -91,13 +92,18 @@ class TracedStep:
     def __post_init__(self) -> None:
         basis = (self.analysis, self.batch, tuple(self.variables), tuple(self.devices), self.rates, self.files)
         if self.model is None or self.model.basis != basis:
-            object.__setattr__(self, "model", StepModel(basis, IterationModelCache(self.files)))
+            object.__setattr__(self, "model", StepModel(basis, IterationModelCache(self.device, self.files)))
 
     @property
     def models(self) -> StepModel:
         """Models of memory and time of this step."""
         assert self.model is not None
         return self.model
+
+    @property
+    def device(self) -> DeviceModel:
+        """The device that the step is planned for."""
+        return self.analysis.graph.device
 
     @property
     def fixed_bytes(self) -> int:

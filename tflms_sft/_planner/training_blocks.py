@@ -57,8 +57,9 @@ class TrainingBlocks(ComponentBlocks):
         saved_bytes = sum(tensor.num_bytes(batch) for node in nodes for tensor in _saved(analysis, node))
         results = [node.out(index) for node in (*nodes, *backward) for index in range(len(node.outputs))]
         gradients = [tensor for node in backward for tensor in node.inputs if tensor.node in analysis.backward]
-        pairs = concurrent_scratch({node: op_scratch(node, batch) for node in backward}, backward)
-        scratch = max((*map(sum, pairs.values()), *(op_scratch(node, batch) for node in nodes)))
+        device = self._traced.device
+        pairs = concurrent_scratch({node: op_scratch(node, batch, device) for node in backward}, backward, device)
+        scratch = max((*map(sum, pairs.values()), *(op_scratch(node, batch, device) for node in nodes)))
         # Two gradients are alive concurrently, and both gradient kernels of a convolution run.
         working_bytes = 2 * max(tensor.num_bytes(batch) for tensor in (*results, *gradients)) + scratch
         seconds = self._traced.costs.step(self._ops(first, last))

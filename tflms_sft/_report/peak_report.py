@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 
 from rewriters.analysis.graph_analysis import GraphAnalysis
-from rewriters.device import properties
 from rewriters.device.peak_memory import Peak
 from rewriters.emission.loop_tensors import loop_output_tensors
 from rewriters.emission.tile_pass import SegmentPlan, loop_nodes
@@ -188,15 +187,15 @@ def transient_memory(
                 loop = loop_text(plan.segment.name, tile_loop.name)
                 iteration = f"an iteration of the {loop} ({ends})", peak.own_bytes
                 op, scratch_bytes = kernel_at_worst(memory.iterations(tile_loop, batch))
-                return (iteration, (_scratch(names, op), scratch_bytes)) if scratch_bytes else (iteration,)
+                return (iteration, (_scratch(names, op, graph), scratch_bytes)) if scratch_bytes else (iteration,)
     node = graph.nodes.get(peak.at)
     if node is not None and node.op in LOOPS:
         return ((f"an iteration of {names.loop(peak.at)}", peak.own_bytes),)
     if node is not None and node.op in BRANCHES:
         return ((f"a branch of {names.op(peak.at)}", peak.own_bytes),)
-    return ((_scratch(names, peak.at), peak.own_bytes),)
+    return ((_scratch(names, peak.at, graph), peak.own_bytes),)
 
 
-def _scratch(names: PeakNames, op: str) -> str:
-    parts = " (copies, cuDNN workspace)" if properties.name().startswith("GPU") else ""
+def _scratch(names: PeakNames, op: str, graph: Graph) -> str:
+    parts = " (copies, cuDNN workspace)" if graph.device.is_gpu else ""
     return f"kernel scratch{parts} of {names.op(op)}"

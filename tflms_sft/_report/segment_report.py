@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from rewriters.analysis.autodiff_roles import reads_shape_only
 from rewriters.analysis.graph_analysis import GraphAnalysis
-from rewriters.device import properties
+from rewriters.device.op_buffers import allocates, forwards_input_buffer
 from rewriters.emission.loop_tensors import loop_input_tensors
 from rewriters.emission.tile_pass import SegmentPlan
 from rewriters.estimates.loop_memory import IterationModelCache
@@ -76,14 +76,14 @@ def _waiting(analysis: GraphAnalysis, batch: int, owner: Mapping[Node, int], rea
     num_bytes = Counter[int]()
     for tensor in sources:
         node = tensor.node
-        if node in analysis.data and node not in analysis.backward and properties.allocates(node):
+        if node in analysis.data and node not in analysis.backward and allocates(node):
             num_bytes[owner.get(node, _REST)] += tensor.num_bytes(batch)
     return num_bytes
 
 
 def _source(tensor: Tensor) -> Tensor:
     """Return the tensor whose buffer holds this one."""
-    while properties.forwards_input_buffer(tensor.node) and tensor.node.inputs:
+    while forwards_input_buffer(tensor.node) and tensor.node.inputs:
         tensor = tensor.node.inputs[0]
     return tensor
 

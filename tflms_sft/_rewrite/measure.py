@@ -9,10 +9,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from rewriters.device import properties
 from rewriters.device.gpu_kernels import without_gpu_optimizers
 from rewriters.errors import RewriteError
 from rewriters.ir import tf_internals
+from rewriters.ir.device_detection import planned_device
 from tflms_sft._params.device_names import remote_devices
 from tflms_sft._report.plan import amend_plan
 from tflms_sft._report.plan_records import Measurement, Timeline
@@ -97,7 +97,7 @@ def _timelines(concrete_fn: Any, arguments: list[Any]) -> tuple[Timeline, ...]:
     for device, num_bytes in tf_internals.variable_places(concrete_fn):
         fixed_bytes[device] += num_bytes
     for value in arguments:
-        device = tf_internals.short_device(value.device) if isinstance(value, tf.Tensor) else properties.name()
+        device = tf_internals.short_device(value.device) if isinstance(value, tf.Tensor) else planned_device().name
         fixed_bytes[device] += _num_bytes(value)
     return device_timelines(concrete_fn, arguments, fixed_bytes)
 

@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rewriters.device import properties
 from rewriters.ir import tf_internals
+from rewriters.ir.device_detection import planned_device
 from rewriters.ir.op_traits import Trait, ops_with
 from tflms_sft._report.plan_records import Timeline
 
@@ -41,7 +41,7 @@ def timelines(concrete_fn: Any, arguments: Sequence[Any], fixed: Mapping[str, in
     """
     stats = tf_internals.step_stats(concrete_fn, arguments)
     changes = collections.defaultdict[str, list[_Change]](list)
-    changes[properties.name()] = []
+    changes[planned_device().name] = []
     for device, micros, num_bytes, name in tf_internals.allocations(stats):
         changes[device].append(_Change(micros, num_bytes, name))
     changes["CPU:0"].extend(_python_arrays(concrete_fn.graph, stats))

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import tensorflow as tf
 
-from rewriters.device import properties
+from rewriters.device.allocator import empty_pool
+from rewriters.ir.device_detection import planned_device
 from rewriters.swapping.tiers import Tier
 from tflms_sft._report.plan_records import Measurement
 
@@ -23,14 +24,14 @@ def earlier_peak(devices: Sequence[str] = ()) -> int:
 
 def _statistic(key: str, devices: Sequence[str] = ()) -> int:
     """Return a sum over devices of a number of `get_memory_info`; by default that of the planned device."""
-    names = devices or (properties.name(),)
+    names = devices or (planned_device().name,)
     return sum(int(tf.config.experimental.get_memory_info(name)[key]) for name in names)
 
 
 def reset_peak(tiers: Iterable[Tier] = (), devices: Sequence[str] = ()) -> int | None:
     """Start a measurement; return the bytes in use, or `None` if the device keeps no memory statistics."""
     try:
-        for name in devices or (properties.name(),):
+        for name in devices or (planned_device().name,):
             tf.config.experimental.reset_memory_stats(name)
         in_use = _statistic("current", devices)
     except (ValueError, RuntimeError, tf.errors.OpError):
@@ -47,8 +48,8 @@ def watch_tier(tier: Tier) -> None:
 
 def _take_allocator_peak() -> int:
     """Return the allocator's peak in bytes since the last call, and reset it."""
-    peak = int(tf.config.experimental.get_memory_info(properties.name())["peak"])
-    tf.config.experimental.reset_memory_stats(properties.name())
+    peak = int(tf.config.experimental.get_memory_info(planned_device().name)["peak"])
+    tf.config.experimental.reset_memory_stats(planned_device().name)
     return peak
 
 
@@ -73,13 +74,14 @@ def read_peak(
         peak = max(swapped, _statistic("peak", devices))
     except (ValueError, RuntimeError, tf.errors.OpError):
         return None
-    pool, min_counted_bytes = properties.pool(), properties.min_counted_bytes()
+    device = planned_device()
+    pool, min_counted_bytes = empty_pool(device), device.min_counted_bytes
     counted = [num_bytes for num_bytes in step_bytes if num_bytes >= min_counted_bytes]
     for num_bytes in counted:
         pool.allocate(num_bytes)
     others = max(in_use - pool.in_use, 0)
     if not peak or peak - others < sum(counted):
         return None  # The allocator counts only blocks above a size: the peak would be too low.
-    names = " + ".join(devices) or properties.name()
+    names = " + ".join(devices) or device.name
     source = f"{STATISTICS_SOURCE} of {names}" + (", and arrays read from disk" if swapped else "")
     return Measurement(peak - others + sum(step_bytes) - sum(counted), source)

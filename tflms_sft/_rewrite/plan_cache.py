@@ -15,7 +15,6 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from rewriters.device import properties
 from rewriters.device.gpu_kernels import computes_channels_last, workspace_limit
 from tflms_sft._machine.calibration import cache_directory
 from tflms_sft._params.tile_params import AutoParams
@@ -56,8 +55,9 @@ def _path(traced: TracedStep, params: AutoParams) -> Path | None:
     folder = Path(named) if named else cache_directory() / "plans"
     budget = dataclasses.replace(params, plan=None)
     # Nominal rates are the same with and without oneDNN, whose kernels need other memory.
-    device: tuple[object, ...] = (properties.name(), properties.unfolds_convolutions(), properties.num_threads())
-    if properties.name().startswith("GPU"):
-        device += (computes_channels_last(tf.float32), workspace_limit())
+    model = traced.device
+    device: tuple[object, ...] = (model.name, model.unfolds_convolutions, model.intra_op_threads)
+    if model.is_gpu:
+        device += (computes_channels_last(tf.float32, model), workspace_limit())
     parts = (step_key(traced), budget, traced.rates, traced.excess_bytes, device)
     return folder / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.json"

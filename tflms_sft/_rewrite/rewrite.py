@@ -13,8 +13,9 @@ from typing import Any
 from rewriters.canonicalize.canonicalize import CanonicalMode
 from rewriters.errors import BudgetError, RewriteError
 from rewriters.ir import tf_internals
-from rewriters.ir.graph import Graph, from_concrete_function
+from rewriters.ir.graph import Graph
 from rewriters.ir.graph_pass import run_pass
+from rewriters.ir.graph_reader import from_concrete_function
 from rewriters.ir.region_reads import has_known_shape, region_reads
 from rewriters.scheduling.updates_after_reads import RunUpdatesAfterReads
 from rewriters.step_importer import StepImporter

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from rewriters.device import properties
 from rewriters.device.gpu_kernels import without_gpu_optimizers
 from rewriters.errors import RewriteError
 from rewriters.ir import tf_internals
@@ -68,7 +67,7 @@ class RewrittenStep:
             return importer(arguments if batch_limit is None else batch_limit.check_batch(arguments))
 
         # In a `tf.function` of the user, `without_gpu_optimizers` holds for a call that TensorFlow does not inline.
-        attributes = {"_noinline": True} if properties.name().startswith("GPU") else None
+        attributes = {"_noinline": True} if importer.graph.device.is_gpu else None
         self._function = tf.function(run, input_signature=specs, autograph=False, experimental_attributes=attributes)
         self.concrete_function = self._function.get_concrete_function()
 

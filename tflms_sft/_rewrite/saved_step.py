@@ -34,17 +34,44 @@ reproduce(pathlib.Path(__file__).parent, *map(int, sys.argv[1:2]))
 
 
 @dataclasses.dataclass(frozen=True)
+class SavedGraph:
+    """The graph of a saved step, with its ops in the order in which they were traced.
+
+    Attributes:
+        graph: The graph as TensorFlow imported it, which sorts the ops.
+        names: Names of the ops as they were traced.
+        control_outputs: Operations that the step runs for their effect alone.
+    """
+
+    graph: Any
+    names: list[str]
+    control_outputs: list[Any]
+
+    def get_operations(self) -> list[Any]:
+        """Return the operations."""
+        return [self.graph.get_operation_by_name(name) for name in self.names]
+
+    def as_graph_def(self, add_shapes: bool = False) -> Any:
+        """Return the definition of the graph."""
+        graph_def = self.graph.as_graph_def(add_shapes=add_shapes)
+        nodes = {node.name: node for node in graph_def.node}
+        in_order = tf.compat.v1.GraphDef(library=graph_def.library, versions=graph_def.versions)
+        in_order.node.extend(nodes[name] for name in self.names)
+        return in_order
+
+
+@dataclasses.dataclass(frozen=True)
 class SavedStep:
     """The parts of a traced function that planning and rewriting read; it cannot be called.
 
     Attributes:
-        graph: The graph, with the attribute `control_outputs` of a traced function.
+        graph: The graph.
         inputs: Placeholders of the arguments, then of the captured tensors.
         outputs: Flat results.
         captured_inputs: Placeholders of the captured tensors.
     """
 
-    graph: Any
+    graph: SavedGraph
     inputs: list[Any]
     outputs: list[Any]
     captured_inputs: list[Any]
@@ -80,14 +107,15 @@ def save_step(directory: Path, traced: TracedStep, recipe: Recipe) -> None:
 def load_step(directory: Path) -> tuple[TracedStep, Recipe]:
     """Return the analysed step of a directory, with its ops in the order in which they were traced, and its plan."""
     saved = json.loads((directory / INTERFACE).read_text(encoding="utf-8"))
-    graph = tf.Graph()
+    graph, graph_def = tf.Graph(), tf.compat.v1.GraphDef.FromString((directory / GRAPH).read_bytes())
     with graph.as_default():
-        tf.graph_util.import_graph_def(tf.compat.v1.GraphDef.FromString((directory / GRAPH).read_bytes()), name="")
+        tf.graph_util.import_graph_def(graph_def, name="")
     for name, (dtype, shape) in saved["variables"].items():
         tf_internals.set_handle_spec(graph.get_tensor_by_name(name), tf.dtypes.as_dtype(dtype), shape)
     inputs, outputs = ([graph.get_tensor_by_name(name) for name in saved[key]] for key in ("inputs", "outputs"))
-    graph.control_outputs = [graph.get_operation_by_name(name) for name in saved["effects"]]
-    concrete_fn = SavedStep(graph, inputs, outputs, inputs[len(inputs) - saved["num_captured"] :])
+    effects = [graph.get_operation_by_name(name) for name in saved["effects"]]
+    traced_graph = SavedGraph(graph, [node.name for node in graph_def.node], effects)
+    concrete_fn = SavedStep(traced_graph, inputs, outputs, inputs[len(inputs) - saved["num_captured"] :])
     calls = [LayerCall(*call) for call in saved["layers"]]
     record = LayerRecord(calls, saved["model_inputs"], {op: calls[n] for op, n in saved["layer_of_op"].items()})
     traced = analyse_step(concrete_fn, record, saved["batch"], CanonicalMode(saved["mode"]), sizes=dict(saved["sizes"]))

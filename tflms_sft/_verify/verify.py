@@ -29,7 +29,8 @@ from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize.canonicalize import read_canonical
 from rewriters.errors import RewriteError
 from rewriters.ir import tf_internals
-from rewriters.ir.graph import Graph, Tensor, from_concrete_function
+from rewriters.ir.graph import Graph, Tensor
+from rewriters.ir.graph_reader import from_concrete_function
 from rewriters.step_importer import StepImporter
 from tflms_sft._keras.model_checks import build_optimizer, is_trainer
 from tflms_sft._keras.rewriting_callback import trained_by

@@ -1,4 +1,4 @@
-"""Function inlining: replaces calls by the bodies of their functions.
+"""Reads graphs from TensorFlow: traced functions, with or without inlining of the functions that they call.
 
 A `tf.function` called inside the step is one opaque node (two with its gradient). Grappler can inline too, but it keeps
 only the ancestors of the fetched tensors, and drops the effects of a training step.
@@ -7,18 +7,22 @@ only the ancestors of the fetched tensors, and drops the effects of a training s
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from rewriters.ir import tf_internals
-from rewriters.ir.graph import Graph, from_tf_graph
+from rewriters.ir.device_model import DeviceModel
+from rewriters.ir.graph import Graph, Node, Tensor
 from rewriters.ir.op_traits import Trait, ops_with
 
 __all__: list[str] = []
 
 _CALLS = ops_with(Trait.CALL)
+
+_DROPPED_ATTRS = ("_output_shapes", "_class")
+"""Attributes that `Node` does not hold: shapes are fields, and colocation with a node that moved is impossible."""
 
 
 def is_call(node: Any) -> bool:
@@ -33,6 +37,48 @@ def is_xla_call(node: Any) -> bool:
     """Return whether a node (or node definition) calls a function that XLA must compile."""
     attrs = node.attr if hasattr(node, "attr") else node.attrs
     return node.op in _CALLS and "_XlaMustCompile" in attrs and bool(attrs["_XlaMustCompile"].b)
+
+
+def from_tf_graph(
+    tf_graph: Any, inputs: Sequence[Any], outputs: Sequence[Any], keep: Sequence[Any], device: DeviceModel | None = None
+) -> Graph:
+    """Read a `tf.Graph` with an interface of its tensors and operations, for a device, by default the planned one."""
+    graph_def = tf_graph.as_graph_def()
+    nodes: dict[str, Node] = {}
+    node_defs = {node_def.name: node_def for node_def in graph_def.node}
+    operations = tf_graph.get_operations()
+    for operation in operations:
+        node_def = node_defs[operation.name]
+        specs = [(t.dtype, tuple(t.shape) if t.shape.rank is not None else None) for t in operation.outputs]
+        attrs = {key: value for key, value in node_def.attr.items() if key not in _DROPPED_ATTRS}
+        nodes[operation.name] = Node(
+            operation.name, operation.type, (), attrs=attrs, device=node_def.device, outputs=specs
+        )
+    for operation in operations:
+        node = nodes[operation.name]
+        node.inputs = [Tensor(nodes[t.op.name], t.value_index) for t in operation.inputs]
+        node.control_inputs = [nodes[c.name] for c in operation.control_inputs]
+
+    def view(tensors: Sequence[Any]) -> list[Tensor]:
+        return [Tensor(nodes[t.op.name], t.value_index) for t in tensors]
+
+    # Automatic control dependencies order reads of variables like effects; an unused read may be dropped.
+    effects = [nodes[op.name] for op in keep if op.type not in ("ReadVariableOp", "Placeholder")]
+    effects = [node for node in effects if node.stateful]
+    graph = Graph(nodes, view(inputs), view(outputs), effects, graph_def.library, graph_def.versions)
+    graph.device = device or graph.device
+    for tensor, handle in zip(graph.inputs, inputs, strict=True):
+        spec = tf_internals.variable_spec(handle)
+        if spec is not None:
+            graph.variables[tensor.node.name] = spec
+    return graph
+
+
+def from_concrete_function(concrete_fn: Any) -> Graph:
+    """Read a traced function; `inputs` are its arguments followed by its captures."""
+    return from_tf_graph(
+        concrete_fn.graph, concrete_fn.inputs, concrete_fn.outputs, tf_internals.control_outputs(concrete_fn)
+    )
 
 
 def inline_calls(
