@@ -21,7 +21,6 @@ import tflms_sft
 from rewriters.emission import file_buffers
 from rewriters.emission.file_buffers import FileBuffers, FilePool
 from rewriters.estimates.loop_memory import IterationModel
-from rewriters.estimates.op_cost import NOMINAL
 from rewriters.swapping.spill_store import SpillError
 from tflms_sft._planner import budget_search
 
@@ -281,12 +280,11 @@ BUDGET = 12_000_000
 
 
 @pytest.fixture
-def large_step(monkeypatch):
+def large_step(monkeypatch, set_rates):
     """Return a step whose tiles in memory recompute activations, on a machine that copies fast."""
     monkeypatch.setattr(file_buffers, "MIN_FILE_BYTES", 2**14)
     monkeypatch.setattr(budget_search, "MAX_TIME_RATIO_ALONE", 1.0)
-    rewrite = importlib.import_module("tflms_sft._rewrite.rewrite")
-    monkeypatch.setattr(rewrite, "machine_rates", lambda _: dataclasses.replace(NOMINAL, copied=1e11))
+    set_rates(copied=1e11)
     return keras_step(lambda x: residual(normalised(4)(x)), (256, 192), floatx="float32")
 
 

@@ -103,19 +103,8 @@ def test_budget_above_peak_leaves_step_unchanged():
     assert not plan.changed and not plan.swaps and not plan.notes
 
 
-@pytest.fixture
-def transfers(monkeypatch):
-    """Return a function that sets the rate of swaps, in bytes per second."""
-
-    def set_rate(copied):
-        rates = dataclasses.replace(NOMINAL, copied=copied)
-        monkeypatch.setattr("tflms_sft._rewrite.rewrite.machine_rates", lambda say: rates)
-
-    return set_rate
-
-
-def test_budget_with_slow_transfers_plans_tiles(transfers):
-    transfers(1e7)
+def test_budget_with_slow_transfers_plans_tiles(set_rates):
+    set_rates(copied=1e7)
     plan, budget = plan_for(tileable, 0.6)
     assert plan.segments and not plan.swaps and 1 < plan.predicted.time_ratio < 1.5
     assert plan.predicted.peak_bytes <= 0.9 * budget
@@ -136,8 +125,8 @@ def test_feasible_plan_with_swaps_has_the_peak_of_its_step():
     assert feasible.peak_bytes == swapped.peak(None).peak_bytes < limit
 
 
-def test_budget_with_fast_transfers_plans_swaps(transfers):
-    transfers(1e12)
+def test_budget_with_fast_transfers_plans_swaps(set_rates):
+    set_rates(copied=1e12)
     plan, budget = plan_for(tileable, 0.8)
     assert plan.swaps and not plan.segments and plan.predicted.peak_bytes <= 0.9 * budget
     assert plan.notes[-1].startswith("swaps, because tiles would take 1.")
@@ -145,14 +134,14 @@ def test_budget_with_fast_transfers_plans_swaps(transfers):
     assert plan.predicted.seconds == pytest.approx(plan.predicted.time_ratio * plan.original.seconds)
 
 
-def test_plan_without_swappable_tensors_falls_back_to_tiles(transfers, monkeypatch):
+def test_plan_without_swappable_tensors_falls_back_to_tiles(set_rates, monkeypatch):
     calls = []
 
     def swap(*arguments):
         calls.append(arguments)
         raise NothingToSwapError("Nothing can be swapped.")
 
-    transfers(1e12)
+    set_rates(copied=1e12)
     monkeypatch.setattr("tflms_sft._rewrite.rewrite.apply_swaps", swap)
     plan, budget = plan_for(tileable, 0.8)
     assert calls and plan.segments and not plan.swaps and plan.predicted.peak_bytes <= 0.9 * budget
@@ -170,8 +159,8 @@ def test_plan_without_swappable_tensors_falls_back_to_tiles(transfers, monkeypat
 
 
 @pytest.mark.slow
-def test_tiles_with_swaps_are_no_slower_than_either(transfers, monkeypatch):
-    transfers(3e9)
+def test_tiles_with_swaps_are_no_slower_than_either(set_rates, monkeypatch):
+    set_rates(copied=3e9)
     monkeypatch.setattr("tflms_sft._planner.budget_search.MAX_TIME_RATIO_ALONE", 1.0)
     times = {}
     for together in ((), TILE_PEAK_FRACTIONS):
@@ -182,22 +171,21 @@ def test_tiles_with_swaps_are_no_slower_than_either(transfers, monkeypatch):
     assert times[True] <= times[False]
 
 
-def test_swapped_seconds_equal_copied_bytes_over_rate(transfers):
-    transfers(1e9)
+def test_swapped_seconds_equal_copied_bytes_over_rate(set_rates):
+    set_rates(copied=1e9)
     plan, _ = plan_for(volumetric, 0.6)
     out = sum(swap.num_bytes for swap in plan.swaps)
     back = sum(swap.num_bytes * len(swap.controls) for swap in plan.swaps)
     assert plan.predicted.seconds == pytest.approx(plan.original.seconds + (out + back) / 1e9)
 
 
-def test_swapped_step_serialises_concurrent_gradients(monkeypatch):
+def test_swapped_step_serialises_concurrent_gradients(monkeypatch, set_rates):
     """Compare with the original step, whose two gradients of a convolution share the cores while one unfolds."""
     gradients = dict.fromkeys(("Conv3DBackpropInputV2", "Conv3DBackpropFilterV2", DIRECT), 1e8)
     seconds = {}
     for threads in (1, 4):
         monkeypatch.setattr(properties, "num_threads", lambda threads=threads: threads)
-        rates = dataclasses.replace(NOMINAL, copied=1e9, unfolded=gradients)
-        monkeypatch.setattr("tflms_sft._rewrite.rewrite.machine_rates", lambda say, rates=rates: rates)
+        set_rates(copied=1e9, unfolded=gradients)
         plan, _ = plan_for(volumetric, 0.6)
         copied = sum(swap.num_bytes * (1 + len(swap.controls)) for swap in plan.swaps) / 1e9
         seconds[threads] = plan.original.seconds, plan.predicted.seconds - copied
@@ -352,8 +340,8 @@ def test_slow_plan_notes_time_with_larger_budgets():
     assert fast.changed and fast.predicted.time_ratio < 2 and not larger_budgets(fast)
 
 
-def test_slow_plan_of_swaps_notes_fewer_swaps_with_larger_budget(transfers):
-    transfers(1e6)
+def test_slow_plan_of_swaps_notes_fewer_swaps_with_larger_budget(set_rates):
+    set_rates(copied=1e6)
     plan, _ = plan_for(volumetric, 0.48, max_slowdown=math.inf)
     assert plan.swaps and plan.predicted.time_ratio > 2 and LESS in plan.notes
 
@@ -584,7 +572,7 @@ def test_budget_without_room_for_swaps_names_the_room(monkeypatch):
         tflms_sft.rewrite(step, AutoParams(caught.value.smallest_bytes), spec)
 
 
-def test_long_rows_are_cut_where_they_slow_filter_gradients_down(monkeypatch):
+def test_long_rows_are_cut_where_they_slow_filter_gradients_down(monkeypatch, set_rates):
     """Rows of 200 pixels exceed the cache, rows of 100 do not."""
     monkeypatch.setattr(properties, "unfolds_convolutions", lambda: False)
     monkeypatch.setattr(properties, "onednn_computes", lambda dtype: True)
@@ -592,8 +580,7 @@ def test_long_rows_are_cut_where_they_slow_filter_gradients_down(monkeypatch):
     plain = tflms_sft.rewrite(step.function, AutoParams("8GiB", swap=False), *step.specs).plan.original.peak_bytes
     columns = {}
     for slowdown in (1.0, 20.0):
-        rates = dataclasses.replace(NOMINAL, long_row_bytes=100 * 16 * 4, long_row_slowdown=slowdown)
-        monkeypatch.setattr("tflms_sft._rewrite.rewrite.machine_rates", lambda say, rates=rates: rates)
+        set_rates(long_row_bytes=100 * 16 * 4, long_row_slowdown=slowdown)
         plan = tflms_sft.rewrite(step.function, AutoParams(int(0.8 * plain), swap=False), *step.specs).plan
         columns[slowdown] = [segment.backward_num_tiles[-1] for segment in plan.segments]
     assert max(columns[1.0]) < min(columns[20.0]), columns

@@ -53,3 +53,8 @@ def test_long_tests_are_left_out_of_partial_suite(run, argument):
     code, out = run(argument)
     passed = "2 passed" if "two" in argument or "=" in argument else "1 passed, 1 deselected"
     assert code == 0 and passed in out
+
+
+def test_long_test_that_is_named_runs(run):
+    code, out = run("tests/test_one.py::test_long")
+    assert code == 0 and "1 passed" in out
