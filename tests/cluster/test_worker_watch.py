@@ -111,9 +111,8 @@ def test_break_connections_leaves_no_descriptor_open():
         assert ours.recv(1) == b"", "it ends"
 
 
-def test_silent_worker_is_announced_once_where_connections_cannot_be_ended(monkeypatch, capsys):
-    monkeypatch.setattr("tflms_sft._util.open_files._FOLDERS", ("/nonesuch/fd",))
-    guard = worker_watch.WorkerWatch()
+def test_silent_worker_is_announced_once_where_connections_cannot_be_ended(capsys):
+    guard = worker_watch.WorkerWatch(descriptors=lambda: None)
     guard.silent = {"/job:worker/task:1": "no answer within 5 s"}
     for _ in range(2):
         guard._break({"/job:worker/task:1": free()})
@@ -121,8 +120,8 @@ def test_silent_worker_is_announced_once_where_connections_cannot_be_ended(monke
     assert line.startswith(
         "tflms-sft: /job:worker/task:1 does not answer, and this system does not list the connections"
     )
-    monkeypatch.undo()
-    guard._announced.clear()
+    guard = worker_watch.WorkerWatch()
+    guard.silent = {"/job:worker/task:1": "no answer within 5 s"}
     guard._break({"/job:worker/task:1": free()})
     assert capsys.readouterr().err == ""
 

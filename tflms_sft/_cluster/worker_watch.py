@@ -60,6 +60,7 @@ class WorkerWatch:
         workers: Callable[[], Mapping[str, str]] = tf_internals.workers,
         poll_seconds: float = POLL_SECONDS,
         answer_seconds: float = ANSWER_SECONDS,
+        descriptors: Callable[[], object] = open_descriptors,
     ) -> None:
         """Watch workers.
 
@@ -67,8 +68,10 @@ class WorkerWatch:
             workers: Returns the addresses of the workers that the program is connected to.
             poll_seconds: Time from an answer to the next poll.
             answer_seconds: Time limit of an answer.
+            descriptors: Returns the open connections; `None` where the system does not list them.
         """
         self.workers = workers
+        self._descriptors = descriptors
         self._poll_seconds, self._answer_seconds = poll_seconds, answer_seconds
         self.silent: Mapping[str, str] = {}
         self.lost: Mapping[str, str] = {}
@@ -115,7 +118,7 @@ class WorkerWatch:
         for name in self.silent:
             if name in addresses:
                 break_connections(addresses[name])
-                if open_descriptors() is None and name not in self._announced:
+                if self._descriptors() is None and name not in self._announced:
                     self._announced.add(name)
                     print(_NO_DESCRIPTORS.format(name), file=sys.stderr, flush=True)
 
