@@ -29,10 +29,10 @@ from tflms_sft._planner.budget_search import (
     TILE_PEAK_FRACTIONS,
     BudgetPlan,
     FeasiblePlan,
-    _swaps_alone,
     least_memory,
     limit_of,
     plans_within_budget,
+    swaps_alone,
 )
 from tflms_sft._planner.swap_planner import NothingToSwapError, apply_swaps
 from tflms_sft._planner.swap_search import SwapSearch
@@ -120,7 +120,7 @@ def test_feasible_plan_with_swaps_has_the_peak_of_its_step():
     concrete_fn, record = trace_step(step_of(model_of(normed_volumes)), (VOLUMES, LABELS), {})
     traced = analyse_step(concrete_fn, record, len(VOLUMES))
     limit = int(0.8 * traced.plain.peak.peak_bytes)
-    feasible = _swaps_alone(traced, SwapParams(min_bytes=0), limit)
+    feasible = swaps_alone(traced, SwapParams(min_bytes=0), limit)
     swapped = apply_swaps(traced, traced.analysis.graph, feasible.plan.swaps)
     assert feasible.peak_bytes == swapped.peak(None).peak_bytes < limit
 
@@ -147,7 +147,8 @@ def test_plan_without_swappable_tensors_falls_back_to_tiles(set_rates, monkeypat
     assert calls and plan.segments and not plan.swaps and plan.predicted.peak_bytes <= 0.9 * budget
 
     monkeypatch.setattr(
-        "tflms_sft._planner.budget_search._fitting", lambda *_: [FeasiblePlan(BudgetPlan([], [], LMSParams()), 1.0, 1)]
+        "tflms_sft._planner.budget_search.feasible_plans",
+        lambda *_: [FeasiblePlan(BudgetPlan([], [], LMSParams()), 1.0, 1)],
     )
     monkeypatch.setattr("tflms_sft._planner.budget_search.LeastMemory.within", lambda *_: iter(()))
     smallest = []

@@ -155,9 +155,9 @@ def all_plans(traced):
             blocks = chain.options(first, last)
             options = [blocks.untiled]
             for tiles in blocks.tilings:
-                for grid in tiles._grids:
-                    counts = range(len(tiles._candidates) + 1)
-                    options += [tiles._with_checkpoints(tiles._choice(grid), n) for n in counts]
+                for grid in tiles.grids:
+                    counts = range(len(tiles.candidates) + 1)
+                    options += [tiles.with_checkpoints(tiles.choice(grid), n) for n in counts]
             for later, option in itertools.product(list(ways(last)), options):
                 yield (option, *later)
 

@@ -183,11 +183,13 @@ def plans_within_budget(traced: TracedStep, params: AutoParams, advise: bool = F
     search = _search(traced)
     least = LeastMemory(traced, search, params)
     slow: list[FeasiblePlan] = []
-    for feasible in itertools.chain(_fitting(traced, search, params, least), least.within(limit_of(traced, params))):
+    for feasible in itertools.chain(
+        feasible_plans(traced, search, params, least), least.within(limit_of(traced, params))
+    ):
         if feasible.seconds > params.max_slowdown * traced.seconds:
             slow.append(feasible)
             continue
-        advice = _larger_budgets(traced, search, params, feasible) if advise else ""
+        advice = larger_budgets(traced, search, params, feasible) if advise else ""
         yield dataclasses.replace(feasible.plan, why=feasible.plan.why or why, advice=advice)
         if feasible.plan.swaps is not None:  # The graph has nothing to swap after all.
             params = dataclasses.replace(params, swap=False)
@@ -209,7 +211,7 @@ def least_memory(traced: TracedStep, params: AutoParams) -> Candidate:
     return LeastMemory(traced, _search(traced), params).smallest()
 
 
-def _larger_budgets(traced: TracedStep, search: TileSearch, params: AutoParams, option: FeasiblePlan) -> str:
+def larger_budgets(traced: TracedStep, search: TileSearch, params: AutoParams, option: FeasiblePlan) -> str:
     """Return a note of the time with more memory; empty if the step is not slow, or would be as slow.
 
     Near the smallest budget that can be met a little more memory saves much time. The note is an upper bound: it
@@ -247,7 +249,9 @@ def limit_of(traced: TracedStep, params: AutoParams) -> int:
     return int(params.memory_budget * (1 - params.headroom)) - traced.excess_bytes
 
 
-def _fitting(traced: TracedStep, search: TileSearch, params: AutoParams, least: LeastMemory) -> list[FeasiblePlan]:
+def feasible_plans(
+    traced: TracedStep, search: TileSearch, params: AutoParams, least: LeastMemory
+) -> list[FeasiblePlan]:
     """Return the plans that fit of the original step, tiles, swaps, and both, the fastest first."""
     limit, plain = limit_of(traced, params), traced.plain.peak.peak_bytes
     if plain <= limit:
@@ -256,7 +260,7 @@ def _fitting(traced: TracedStep, search: TileSearch, params: AutoParams, least: 
         return []
     options = []
     swap = swaps_within(params)
-    alone = None if params.swap is False else _swaps_alone(traced, swap, limit)
+    alone = None if params.swap is False else swaps_alone(traced, swap, limit)
     swapped = math.inf if alone is None else alone.seconds
     _tell(traced, [] if alone is None else [alone])
     tiled = traced.seconds if alone is None else max(search.least_seconds(limit), traced.seconds)
@@ -309,7 +313,7 @@ def swaps_within(params: AutoParams, least: bool = False) -> SwapParams:
     return least_memory if is_host_tier(least_memory) else dataclasses.replace(least_memory, max_in_flight=1)
 
 
-def _swaps_alone(traced: TracedStep, swap: SwapParams, limit: int) -> FeasiblePlan | None:
+def swaps_alone(traced: TracedStep, swap: SwapParams, limit: int) -> FeasiblePlan | None:
     """Return the plan with swaps alone, if one fits."""
     swaps = SwapSearch(traced, [], swap)
     alone = swaps.tuned(limit)
@@ -533,7 +537,7 @@ def _fast_budget(traced: TracedStep, params: AutoParams, search: TileSearch) -> 
             break
         budget = int(math.sqrt(slow * fast))
         larger = dataclasses.replace(params, memory_budget=budget)
-        plans = _fitting(traced, search, larger, LeastMemory(traced, search, larger))
+        plans = feasible_plans(traced, search, larger, LeastMemory(traced, search, larger))
         if plans and plans[0].seconds <= min(FAST_TIME_RATIO, params.max_slowdown) * traced.seconds:
             fast, ratio = budget, max(plans[0].seconds / traced.seconds, 1.0)
         else:
