@@ -1,6 +1,5 @@
 """`make test-versions`: its pairs, its list of tests, its search for interpreters, and its table."""
 
-import ast
 import re
 import sys
 
@@ -33,12 +32,10 @@ def test_makefile_and_ruff_name_the_supported_pythons():
     assert 'target-version = "py{}{}"'.format(*oldest) in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("line", version_pairs.CORE.read_text(encoding="utf-8").splitlines())
-def test_core_list_names_a_test_that_exists(line):
-    path, *names = re.sub(r"\[.*", "", line).split("::")
-    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
-    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    assert set(names) <= functions and any(name.startswith("test_") for name in functions)
+def test_core_list_names_tests_that_exist():
+    for line in version_pairs.CORE.read_text(encoding="utf-8").splitlines():
+        path, _, name = line.partition("::")
+        assert f"def {name or 'test_'}" in (ROOT / path).read_text(encoding="utf-8"), line
 
 
 def test_missing_interpreter_is_named_with_the_remedy():
