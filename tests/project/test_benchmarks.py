@@ -274,14 +274,14 @@ def test_report_is_written_and_lists_failures(monkeypatch, tmp_path, capsys):
 # Cells of `lms`.
 
 
-def names(net="resnet50", wanted=(), grid=False):
-    return [cell.name for cell in lms.chosen_cells(net, wanted, grid)]
+def names(wanted):
+    return [cell.name for cell in lms.chosen_cells("resnet50", wanted, False)]
 
 
 def test_named_cell_adds_its_plain_cell():
-    assert names(wanted=["all, lb=5"]) == ["plain", "all, lb=5"]
+    assert names(["all, lb=5"]) == ["plain", "all, lb=5"]
     alone = "all, lb=1, one inter-op thread"
-    assert names(wanted=[alone]) == ["plain, one inter-op thread", alone]
+    assert names([alone]) == ["plain, one inter-op thread", alone]
 
 
 # Tables.
@@ -456,6 +456,3 @@ def test_verdict_needs_enough_kept_promises():
     assert not planner.totals([good] * 21 + [far] * 3)[1]
     text, enough = planner.totals([good] * 23 + [planner.Verdict(False, True, True)])
     assert not enough and text.startswith("24 plans: largest peak within the budget in 23,")
-
-
-# First steps.
