@@ -9,7 +9,9 @@ PARTIAL = ("ignore", "ignore_glob", "lf")
 
 
 def mark_long(session, items, path):
-    """Marks the tests that a list names as slow: only `make test-all` runs them, or a command that names them.
+    """Marks the tests that a list names as slow, and those that the command names as named.
+
+    Only `make test-all` runs slow tests, and `make test-for` those that it names.
 
     If the whole folder was collected, lines that name no test, as those of renamed ones, are an error of collection.
 
@@ -28,7 +30,7 @@ def mark_long(session, items, path):
             item.add_marker("slow")
             unknown.discard(name)
         if chosen.intersection((item.nodeid, item.nodeid.partition("[")[0])):
-            item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "slow"]
+            item.add_marker("named")
     if unknown and is_whole(session, path.parent):
         text = "\n  ".join(["These lines name no test; remove or rename them:", *(n for n in named if n in unknown)])
         # An exception would end only those processes of pytest-xdist that collect, not the one that tells.

@@ -27,7 +27,8 @@ def main(names):
         return 2
     tests = dict.fromkeys(f"tests/{test}" for name in names for test in known[name])
     # A file of long tests is split between the processes: each package has few files.
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", *tests]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal"]
+    command += ["-m", "not slow or named", *tests]
     return subprocess.run(command, cwd=ROOT, check=False).returncode
 
 
