@@ -26,8 +26,7 @@ def main(names):
         print(f"test-for: PKG names packages. {received}Known: {' '.join(known)}", file=sys.stderr)
         return 2
     tests = dict.fromkeys(f"tests/{test}" for name in names for test in known[name])
-    # A file of long tests is split between the processes: each package has few files.
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal"]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile"]
     command += ["-m", "not slow or named", *tests]
     return subprocess.run(command, cwd=ROOT, check=False).returncode
 
