@@ -9,6 +9,8 @@ import tensorflow as tf
 
 from rewriters.ir import tf_internals
 from rewriters.ir.graph import Graph, Tensor, from_concrete_function
+from rewriters.ir.graph_pass import check_legal
+from rewriters.ir.legality import Stage
 from rewriters.swapping.tiers import Tier
 
 __all__: list[str] = []
@@ -42,6 +44,7 @@ class StepImporter:
         self.files = files
         self.sizes: Mapping[int, int] = {}
         self.other: StepImporter | None = None
+        check_legal(graph, Stage.IMPORTABLE)
         self._graph_def = graph.to_graph_def()
         # Swaps, initial buffers of loops and effects of micro-batches are ordered by their edges alone.
         swaps = set() if tier is None else set(tier.operations)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 from collections.abc import Container, Set
 
@@ -13,6 +14,7 @@ from rewriters.analysis.autodiff_roles import (
     forward_derived_nodes,
     hidden_gradients,
     reads_shape_only,
+    update_nodes,
 )
 from rewriters.errors import NotTileableError, RewriteError
 from rewriters.ir.graph import LOOPS, Graph, Node, Tensor, ancestors
@@ -191,6 +193,13 @@ class GraphAnalysis:
     def sorted(self, nodes: set[Node]) -> list[Node]:
         """Return nodes in topological order, so that results do not depend on hashing."""
         return sorted(nodes, key=self.position.__getitem__)
+
+    def mark_roles(self) -> None:
+        """Set the roles in the metadata of the ops."""
+        update = update_nodes(self.graph, self.order, self.backward)
+        for node in self.order:
+            role = "update" if node in update else "backward" if node in self.backward else "forward"
+            node.metadata = dataclasses.replace(node.metadata, role=role)
 
     def require_backward(self) -> None:
         """Raise `RewriteError` for a function that computes no gradients."""

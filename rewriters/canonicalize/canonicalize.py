@@ -27,7 +27,7 @@ from __future__ import annotations
 import enum
 import functools
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -47,8 +47,8 @@ from rewriters.canonicalize.merge_constants import MergeConstants
 from rewriters.device.loop_lists import add_loop_facts
 from rewriters.errors import RewriteError
 from rewriters.ir import tf_internals
-from rewriters.ir.graph import Graph, Node, Tensor, from_concrete_function, predecessors
-from rewriters.ir.graph_pass import GraphPass, PassResult, run_pass
+from rewriters.ir.graph import Graph, Metadata, Node, Tensor, from_concrete_function, predecessors
+from rewriters.ir.graph_pass import GraphPass, PassResult, record_state, run_pass
 from rewriters.ir.inlining import inline_calls, is_call, is_xla_call
 from rewriters.ir.static_values import StaticEvaluator, constant, int_constant, type_attr
 from rewriters.rules.reduction import REDUCTIONS
@@ -81,6 +81,7 @@ def read_canonical(
     *,
     merge_constants: bool = False,
     sizes: Mapping[int, int] | None = None,
+    layer_of: Callable[[str], str] | None = None,
 ) -> Graph:
     """Read a traced function and return its canonical graph.
 
@@ -90,8 +91,12 @@ def read_canonical(
         merge_constants: Whether to run step 10. Two traces of a step for different batch sizes are compared constant by
             constant: in one of them a batch size may equal another number.
         sizes: `Graph.sizes` of the result.
+        layer_of: Maps the name of an op to that of its Keras layer, for the metadata of the ops.
     """
     graph = from_concrete_function(concrete_fn)
+    _mark_layers(graph, layer_of)
+    record_state(graph, "traced", "The graph that TensorFlow traced.")
+    history = graph.history
     graph.prune()
     if any(
         is_call(node) or is_xla_call(node) or expand_fused_batch_norm.is_fused(node) for node in graph.nodes.values()
@@ -102,12 +107,22 @@ def read_canonical(
             outline = expand_fused_batch_norm.outline_fused_batch_norm if mode is CanonicalMode.TILING else None
             graph = expand_grouped_conv.expand_grouped_convolutions(concrete_fn, outline)
         graph.prune()
+        _mark_layers(graph, layer_of)
+        graph.history = history
+        record_state(graph, "inline_calls", "Inlining of called functions, and expansion of fused ops.")
     graph.sizes = sizes or {}
     graph = canonicalize_graph(graph, mode)
     if merge_constants:
         graph = run_pass(MergeConstants(), graph).graph
     add_loop_facts(graph)
     return graph
+
+
+def _mark_layers(graph: Graph, layer_of: Callable[[str], str] | None) -> None:
+    """Set the layers in the metadata of the ops of a graph that has just been read."""
+    if layer_of is not None:
+        for node in graph.nodes.values():
+            node.metadata = Metadata(layer=layer_of(node.name))
 
 
 def canonicalize_graph(graph: Graph, mode: CanonicalMode = CanonicalMode.TILING) -> Graph:
@@ -132,8 +147,8 @@ class Canonicalization(GraphPass[PassResult]):
             RewriteError: If the graph still changes after `MAX_ROUNDS` rounds.
         """
         new = graph.copy()
-        changed = new.prune() > 0
-        changed |= _bypass_identity_n(new)
+        changed = _step(new, Graph.prune)
+        changed |= _step(new, _bypass_identity_n)
         for _ in range(MAX_ROUNDS):  # A shape found in one round may show that more ops have no effect.
             again, round_changed = self._round(new)
             changed |= round_changed
@@ -148,25 +163,26 @@ class Canonicalization(GraphPass[PassResult]):
             Whether another round may change more, and whether this round changed the graph.
         """
         evaluate = StaticEvaluator(graph)
-        again = _bypass_no_ops(graph, evaluate)  # The evaluator has not seen what is read in place of the no-ops.
-        changed = graph.prune() > 0
-        again |= _find_shapes_of_sums(graph, evaluate)
-        again |= _find_shapes_by_operands(graph, evaluate)
-        again |= _infer_shapes(graph)
-        again |= _sum_repetitions(graph, evaluate)
-        again |= _connect_frames(graph, evaluate)
+        again = _step(graph, _bypass_no_ops, evaluate)  # The evaluator has not seen what is read in their place.
+        changed = _step(graph, Graph.prune)
+        for step in (_find_shapes_of_sums, _find_shapes_by_operands, _infer_shapes, _sum_repetitions, _connect_frames):
+            again |= _step(graph, step, evaluate)
         if self.mode is CanonicalMode.TILING:
-            again |= _gather_from_values(graph)
-            again |= image_products.rewrite_image_products(graph, evaluate)
-            again |= matrices_to_images.fold_matrices_into_images(graph, evaluate)
-            again |= windows_to_images.fold_windows_into_images(graph, evaluate)
-            again |= add_batch_axis.add_batch_axis(graph, evaluate)
-            again |= masks.rewrite_masks(graph, evaluate)
-            changed |= _release_constants(graph)
-        changed |= _split_shapes(graph)
-        changed |= _freeze_shapes(graph, evaluate)
-        changed |= graph.prune() > 0
+            for step in _TILING_STEPS:
+                again |= _step(graph, step, evaluate)
+            changed |= _step(graph, _release_constants)
+        changed |= _step(graph, _split_shapes)
+        changed |= _step(graph, _freeze_shapes, evaluate)
+        changed |= _step(graph, Graph.prune)
         return again, changed or again
+
+
+def _step(graph: Graph, step: Callable[..., Any], *arguments: Any) -> bool:
+    """Run a step in place, and record the state of the graph behind it; return whether the graph changed."""
+    changed = bool(step(graph, *arguments))
+    if changed:
+        record_state(graph, step.__name__.strip("_"), step.__doc__ or "")
+    return changed
 
 
 def _bypass(graph: Graph, mapping: dict[Tensor, Tensor]) -> bool:
@@ -190,6 +206,7 @@ def _bypass(graph: Graph, mapping: dict[Tensor, Tensor]) -> bool:
 
 
 def _bypass_identity_n(graph: Graph) -> bool:
+    """Let consumers of each `IdentityN` read its operands, unless the op waits for an effect."""
     order, mapping = graph.execution_order(), dict[Tensor, Tensor]()
     effects = _effects(order)
     for node in order:
@@ -216,6 +233,7 @@ def _effects(order: Iterable[Node]) -> dict[Node, int]:
 
 
 def _bypass_no_ops(graph: Graph, evaluate: StaticEvaluator) -> bool:
+    """Let consumers of ops that change nothing, such as a sum over no axes, read the operand."""
     order, mapping = graph.execution_order(), dict[Tensor, Tensor]()
     effects = _effects(order)
     for node in order:
@@ -228,6 +246,7 @@ def _bypass_no_ops(graph: Graph, evaluate: StaticEvaluator) -> bool:
 
 
 def _connect_frames(graph: Graph, evaluate: StaticEvaluator) -> bool:
+    """Connect the steps of an unrolled loop directly instead of through a tensor of all steps."""
     mapping = connect_frames.connect_frames(graph, evaluate)
     if not mapping:
         return False
@@ -282,12 +301,13 @@ def _release_constants(graph: Graph) -> bool:
     return bool(released)
 
 
-def _gather_from_values(graph: Graph) -> bool:
+def _gather_from_values(graph: Graph, evaluate: StaticEvaluator) -> bool:
     """Read a variable before rows of it are gathered, which copies nothing.
 
     Returns:
         Whether any op changed.
     """
+    del evaluate
     gathers = [node for node in graph.nodes.values() if node.op == "ResourceGather"]
     consumers, replaced = graph.consumers() if gathers else {}, dict[Tensor, Tensor]()
     for node in gathers:
@@ -379,12 +399,13 @@ def _padded_size(size: int | None, rows: list[Any]) -> int | None:
     return None if size is None or not all(isinstance(number, int) for number in rows) else size + sum(rows)
 
 
-def _infer_shapes(graph: Graph) -> bool:
+def _infer_shapes(graph: Graph, evaluate: StaticEvaluator) -> bool:
     """Let TensorFlow infer again the shapes of ops whose operands have got a known shape.
 
     Returns:
         Whether any shape changed.
     """
+    del evaluate
     changed = False
     with tf.Graph().as_default():
         for node in graph.execution_order():
@@ -561,3 +582,14 @@ def _freeze_shapes(graph: Graph, evaluate: StaticEvaluator) -> bool:
                 mapping[tensor] = known.out()
     graph.replace_tensors(mapping)
     return bool(mapping)
+
+
+_TILING_STEPS = (
+    _gather_from_values,
+    image_products.rewrite_image_products,
+    matrices_to_images.fold_matrices_into_images,
+    windows_to_images.fold_windows_into_images,
+    add_batch_axis.add_batch_axis,
+    masks.rewrite_masks,
+)
+"""Steps that tiling needs, in the order in which they run."""

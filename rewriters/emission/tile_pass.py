@@ -21,8 +21,9 @@ from rewriters.emission.loop_outputs import loop_state_dtype
 from rewriters.emission.loop_signature import program_signature
 from rewriters.emission.loop_tensors import loop_input_tensors, loop_operand, loop_output_tensors
 from rewriters.errors import RewriteError
-from rewriters.ir.graph import IN_FILES, LOOPS, Graph, Node, Tensor, from_tf_graph
-from rewriters.ir.graph_pass import GraphPass, PassResult, run_pass
+from rewriters.ir.graph import IN_FILES, LOOPS, Graph, LoopName, Metadata, Node, Tensor, from_tf_graph
+from rewriters.ir.graph_pass import GraphPass, PassResult, record_state, run_pass
+from rewriters.ir.legality import Stage
 from rewriters.ir.region_reads import is_region_read
 from rewriters.ir.static_values import int_constant, type_attr
 from rewriters.scheduling.control_edges import add_edges
@@ -117,6 +118,7 @@ class TilePass(GraphPass[Tiled]):
     """Replaces planned segments by tile loops."""
 
     new_stateful_ops = frozenset((*LOOPS, "Empty", FILE_OP))
+    stage = Stage.TILED
 
     def __init__(
         self,
@@ -222,6 +224,7 @@ class _LoopSplicer:
             RunUpdatesBeforeLoops(self.analysis, loops),
             SerializeScratchGroups(),
         )
+        record_state(self.graph, "insert_tile_loops", "Replace the ops of planned segments by tile loops.")
         add_edges(self.graph, scheduling)
         return self.graph
 
@@ -336,6 +339,7 @@ class _LoopSplicer:
 
     def _splice(self, segment: Segment, tile_loop: TileLoop, newest: dict[Tensor, Tensor], all_ops: Set[Node]) -> Node:
         """Insert a loop in its name scope; return its node. `all_ops` are those of a segment with barriers."""
+        num_nodes = len(self.graph.nodes)
         prefix = self.graph.unique_name(f"{LOOP_SCOPE}{segment.name}/{tile_loop.name}")
         start = self.graph.add(Node(f"{prefix}/start", "NoOp"))
         start.control_inputs = self._waits(segment, tile_loop, all_ops)
@@ -355,6 +359,10 @@ class _LoopSplicer:
         if self.stages is None:
             loop.device = self.devices[loop]
         self.tile_loops[start] = tile_loop
+        role = "backward" if tile_loop.backward else "forward"
+        metadata = Metadata(role=role, loop=LoopName(segment.name, tile_loop.name, str(tile_loop.grid)))
+        for node in itertools.islice(self.graph.nodes.values(), num_nodes, None):
+            node.metadata = metadata
         if tile_loop.backward:
             self.backward.add(loop)
         return loop
@@ -469,9 +477,5 @@ class _LoopSplicer:
 
 def loop_nodes(graph: Graph) -> dict[tuple[str, str], str]:
     """Return the names of the loops in a rewritten graph by names of segment and tile loop."""
-    names: dict[tuple[str, str], str] = {}
-    for node in graph.nodes.values():
-        parts = node.name.split("/")
-        if node.op in LOOPS and parts[0] == "sft" and len(parts) > 3:
-            names[parts[1], parts[2]] = node.name
-    return names
+    loops = [(node, node.metadata.loop) for node in graph.nodes.values() if node.op in LOOPS]
+    return {(loop.segment, loop.loop): node.name for node, loop in loops if loop is not None}

@@ -113,6 +113,40 @@ def _element_bytes(dtype: tf.DType) -> int:
     return 0 if dtype.as_datatype_enum in _OPAQUE else int(dtype.size)
 
 
+class LoopName(NamedTuple):
+    """Name of a tile loop: its segment, its name in the segment, and its grid of tiles."""
+
+    segment: str
+    loop: str
+    grid: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Metadata:
+    """Origin of an op, which copies keep and kernels do not see.
+
+    Attributes:
+        layer: Keras layer whose call added the op, or the op that it is a gradient of.
+        role: Phase of the step: `"forward"`, `"backward"` or `"update"`; empty before roles are known.
+        stage: Pipeline stage.
+        loop: Tile loop that the op belongs to.
+    """
+
+    layer: str = ""
+    role: str = ""
+    stage: int | None = None
+    loop: LoopName | None = None
+
+    def __str__(self) -> str:
+        loop = "" if self.loop is None else f"tile loop {self.loop.segment}/{self.loop.loop} {self.loop.grid}"
+        stage = "" if self.stage is None else f"stage {self.stage}"
+        layer = self.layer and f"layer {self.layer}"
+        return ", ".join(part for part in (layer, self.role, stage, loop) if part)
+
+
+NO_METADATA = Metadata()
+
+
 class Node:
     """One operation. Compared by identity.
 
@@ -125,9 +159,10 @@ class Node:
         device: Requested device, or an empty string.
         outputs: (dtype, shape) of every output.
         loop: Facts about results whose memory is not in their shapes, such as those of a loop; `None` for other ops.
+        metadata: Origin of the op.
     """
 
-    __slots__ = ("attrs", "control_inputs", "device", "inputs", "loop", "name", "op", "outputs")
+    __slots__ = ("attrs", "control_inputs", "device", "inputs", "loop", "metadata", "name", "op", "outputs")
 
     def __init__(
         self,
@@ -148,6 +183,7 @@ class Node:
         self.device = device
         self.outputs = list(outputs)
         self.loop: LoopFacts | None = None
+        self.metadata = NO_METADATA
 
     def __repr__(self) -> str:
         return f"Node({self.op} {self.name!r})"
@@ -173,6 +209,7 @@ class Node:
         copied.device = self.device
         copied.outputs = self.outputs[:]
         copied.loop = self.loop
+        copied.metadata = self.metadata
         return copied
 
     def out(self, index: int = 0) -> Tensor:
@@ -250,6 +287,7 @@ class Graph:
         variables: (dtype, shape) of the variable behind the handle that an input is, by the input's name.
         sizes: Unknown leading sizes of the arguments that the step is planned for, by position in `inputs`; empty if
             all of them are the batch size.
+        history: Earlier states, oldest first; empty unless they are recorded (`graph_pass.dumping_to`).
     """
 
     nodes: dict[str, Node]
@@ -263,6 +301,7 @@ class Graph:
     unordered: set[str] = dataclasses.field(default_factory=set)
     variables: dict[str, tuple[tf.DType, Shape]] = dataclasses.field(default_factory=dict)
     sizes: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    history: tuple[GraphState, ...] = ()
 
     def copy(self) -> Graph:
         """Return a copy with its own nodes, so that edits do not reach this graph."""
@@ -289,6 +328,7 @@ class Graph:
             set(self.unordered),
             dict(self.variables),
             self.sizes,
+            self.history,
         )
 
     def add(self, node: Node) -> Node:
@@ -302,9 +342,10 @@ class Graph:
         self, near: Node, op: str, inputs: Sequence[Tensor], attrs: Mapping[str, Any], outputs: Sequence[Any]
     ) -> Node:
         """Add a node with a name derived from `near`, on the same device."""
-        return self.add(
-            Node(self.unique_name(f"{near.name}/{op}"), op, inputs, attrs=attrs, device=near.device, outputs=outputs)
-        )
+        name = self.unique_name(f"{near.name}/{op}")
+        node = self.add(Node(name, op, inputs, attrs=attrs, device=near.device, outputs=outputs))
+        node.metadata = near.metadata
+        return node
 
     def unique_name(self, name: str) -> str:
         """Return `name`, or `name_1`, `name_2`, ... if it is taken."""
@@ -416,6 +457,20 @@ class Graph:
         return graph_def
 
 
+class GraphState(NamedTuple):
+    """State of a graph after a pass, or after a step of one.
+
+    Attributes:
+        title: Name of the pass or of the step.
+        purpose: First line of its docstring.
+        graph: A copy of the graph.
+    """
+
+    title: str
+    purpose: str
+    graph: Graph
+
+
 def _concurrent_order(
     sources: Iterable[Node],
     after: Mapping[Node, Sequence[Node]],
@@ -470,22 +525,6 @@ def predecessors(node: Node) -> list[Node]:
 def producers(node: Node) -> list[Node]:
     """Return the nodes that produce the operands of `node`."""
     return [tensor.node for tensor in node.inputs]
-
-
-def descendants(nodes: Iterable[Node], successors: Mapping[Node, Iterable[Node]]) -> set[Node]:
-    """Return nodes and all that wait for them: an edge from any other node to one of them closes no cycle.
-
-    Args:
-        nodes: The nodes to start from.
-        successors: Nodes that wait for each node.
-    """
-    seen: set[Node] = set(nodes)
-    stack = list(seen)
-    while stack:
-        new = [node for node in successors[stack.pop()] if node not in seen]
-        seen.update(new)
-        stack.extend(new)
-    return seen
 
 
 def ancestors(nodes: Iterable[Node], waits_for: Callable[[Node], Iterable[Node]] | None = None) -> set[Node]:
@@ -543,33 +582,3 @@ def from_concrete_function(concrete_fn: Any) -> Graph:
     return from_tf_graph(
         concrete_fn.graph, concrete_fn.inputs, concrete_fn.outputs, tf_internals.control_outputs(concrete_fn)
     )
-
-
-def nodes_between(
-    nodes: Iterable[Node], successors: Mapping[Node, Sequence[Node]], order: Mapping[Node, int]
-) -> set[Node]:
-    """Return the nodes outside of the set that lie on a path from the set back into it.
-
-    A set without such nodes is convex: it can become one node without a cycle.
-    """
-    inside = set(nodes)
-    if not inside:
-        return set()
-    low, high = min(order[n] for n in inside), max(order[n] for n in inside)
-    after: set[Node] = set()
-    stack = [s for n in inside for s in successors[n] if s not in inside]
-    while stack:
-        node = stack.pop()
-        if node in after or order[node] >= high:
-            continue
-        after.add(node)
-        stack.extend(s for s in successors[node] if s not in inside)
-    before: set[Node] = set()
-    stack = [p for n in inside for p in predecessors(n) if p in after]
-    while stack:
-        node = stack.pop()
-        if node in before or order[node] <= low:
-            continue
-        before.add(node)
-        stack.extend(p for p in predecessors(node) if p in after and p not in before)
-    return before

@@ -13,15 +13,19 @@ Checks that take longer than a walk over the nodes run in tests alone (`FULL_CHE
 from __future__ import annotations
 
 import abc
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import tensorflow as tf
 
 from rewriters.errors import RewriteError
 from rewriters.ir import tf_internals
-from rewriters.ir.graph import Graph, Node, Shape, Tensor, predecessors
+from rewriters.ir.graph import Graph, GraphState, Node, Shape, Tensor, predecessors
+from rewriters.ir.legality import Stage, violations
 from rewriters.ir.op_traits import Trait, ops_with
 
 __all__: list[str] = []
@@ -31,6 +35,48 @@ FULL_CHECKS = False
 
 _READS = ops_with(Trait.READS_VARIABLE) | {"Placeholder"}
 """Stateful ops that a pass may drop or move: they have no effect."""
+
+
+DUMP_VARIABLE = "TFLMS_SFT_DUMP"
+"""Environment variable: directory for the graphs between passes."""
+
+_directory: contextvars.ContextVar[str] = contextvars.ContextVar("directory for graphs", default="")
+
+
+def dump_directory() -> str:
+    """Return the directory for the graphs between passes; empty if they are not recorded."""
+    return _directory.get() or os.environ.get(DUMP_VARIABLE, "")
+
+
+@contextlib.contextmanager
+def dumping_to(directory: str) -> Iterator[None]:
+    """Record the graphs between passes for a directory, within this context."""
+    token = _directory.set(directory)
+    try:
+        yield
+    finally:
+        _directory.reset(token)
+
+
+def record_state(graph: Graph, title: str, purpose: str) -> None:
+    """Add a copy of a graph to its history, if graphs are recorded.
+
+    Args:
+        graph: The graph; a pass or one of its steps has just edited it.
+        title: Name of the pass or the step.
+        purpose: Docstring of the pass or the step, of which the first line is recorded.
+    """
+    if dump_directory():
+        copied = dataclasses.replace(graph.copy(), history=())
+        graph.history = (*graph.history, GraphState(title, purpose.strip().partition("\n")[0], copied))
+
+
+def _record_pass(graph_pass: GraphPass[Any], before: Graph, after: Graph) -> None:
+    """Let the history of a new graph begin with that of the given one, and end with the pass or with its steps."""
+    if after.history[: len(before.history)] != before.history:  # The pass built the graph from nothing.
+        after.history = (*before.history, *after.history)
+    if len(after.history) == len(before.history):
+        record_state(after, graph_pass.name, type(graph_pass).__doc__ or "")
 
 
 class PassError(RewriteError):
@@ -60,9 +106,11 @@ class GraphPass(abc.ABC, Generic[Result_co]):
 
     Attributes:
         new_stateful_ops: Types of stateful ops that the pass may add.
+        stage: Stage of the graphs that the pass returns.
     """
 
     new_stateful_ops: frozenset[str] = frozenset()
+    stage: Stage = Stage.CANONICAL
 
     @property
     def name(self) -> str:
@@ -115,6 +163,8 @@ def run_pass(graph_pass: GraphPass[Result_co], graph: Graph, ran_before: Sequenc
             if FULL_CHECKS and _fingerprint(result.graph) == fingerprint:
                 raise PassError("it returned an equal graph and `changed` is true")
             graph_pass.ensures(graph, result.graph)
+            check_legal(result.graph, graph_pass.stage)
+            _record_pass(graph_pass, graph, result.graph)
     except PassError as error:
         raise PassError(
             f"The pass `{graph_pass.name}` broke its contract: {error}. {_history(ran_before)} Please report it."
@@ -212,6 +262,17 @@ def check_well_formed(graph: Graph) -> None:
             graph.execution_order()
         except RewriteError as error:
             raise PassError(str(error).rstrip(".")) from None
+
+
+def check_legal(graph: Graph, stage: Stage) -> None:
+    """Check the rules of a stage (`legality.py`), with `FULL_CHECKS` or when graphs are recorded.
+
+    Raises:
+        PassError: Naming the first violations.
+    """
+    found = violations(graph, stage) if FULL_CHECKS or dump_directory() else []
+    if found:
+        raise PassError(f"the graph is illegal at stage {stage.name}: {'; '.join(found[:3])}")
 
 
 def check_interface(before: Graph, after: Graph, same_shapes: bool = True) -> None:

@@ -40,6 +40,11 @@ def is_stateful(op_type: str) -> bool:
     return True if op_def is None else bool(op_def.is_stateful)
 
 
+def is_registered(op_type: str) -> bool:
+    """Return whether TensorFlow knows an op type."""
+    return op_def_registry.get(op_type) is not None
+
+
 def has_outputs(op_type: str) -> bool:
     """Return whether an op type has results (unknown types count as having some)."""
     op_def = op_def_registry.get(op_type)
@@ -103,6 +108,13 @@ def type_attributes(op_type: str) -> dict[str, tuple[int, ...]]:
     op_def = op_def_registry.get(op_type)
     attributes = [] if op_def is None else [attr for attr in op_def.attr if attr.type in ("type", "list(type)")]
     return {attr.name: types_in(attr.default_value) for attr in attributes}
+
+
+def default_attributes(op_type: str) -> dict[str, Any]:
+    """Return the default values of the attributes of an op type, by name."""
+    op_def = op_def_registry.get(op_type)
+    attributes = [] if op_def is None else op_def.attr
+    return {attr.name: attr.default_value for attr in attributes if attr.HasField("default_value")}
 
 
 def types_in(attribute: Any) -> tuple[int, ...]:

@@ -180,6 +180,7 @@ class _Unroller:
 
     def _add(self, node: Node, name: str, number: int | None) -> Node:
         new = Node(self.graph.unique_name(name), node.op, (), attrs=node.attrs, outputs=node.outputs)
+        new.metadata = node.metadata
         self.graph.add(new)
         self.origin[new] = Origin(Role.SHARED if number is None else Role.MICRO_BATCH, node, number)
         if number is None:

@@ -18,7 +18,8 @@ from rewriters.analysis import summation_order
 from rewriters.analysis.graph_analysis import GraphAnalysis, require_analysed
 from rewriters.errors import PipelineError, RewriteError
 from rewriters.ir.graph import LOOPS, Graph, Node, Tensor
-from rewriters.ir.graph_pass import GraphPass, PassError, PassResult, check_interface, run_pass
+from rewriters.ir.graph_pass import GraphPass, PassError, PassResult, check_interface, record_state, run_pass
+from rewriters.ir.legality import Stage
 from rewriters.ir.static_values import type_attr
 from rewriters.ir.variables import may_write_variable, variable_handles
 from rewriters.pipelining.micro_batch_reduction import MicroBatchReduction
@@ -68,6 +69,8 @@ class PipelinePass(GraphPass[Pipelined]):
     Arguments take the whole batch, so that their shapes differ from those of the step for one micro-batch. An effect
     may run once for each micro-batch.
     """
+
+    stage = Stage.PIPELINED
 
     def __init__(
         self,
@@ -155,9 +158,12 @@ def _pipeline(
 ) -> Pipelined:
     ordered = dataclasses.replace(request, order=lambda tensor: _order(analysis, stages, schedule, tensor))
     unrolled = unroll_micro_batches(analysis, parts, ordered)
+    record_state(unrolled.graph, "unroll_micro_batches", unroll_micro_batches.__doc__ or "")
     _Placement(analysis, stages, schedule=schedule, devices=devices, unrolled=unrolled).run()
+    record_state(unrolled.graph, "place_ops", _Placement.__doc__ or "")
     slots = _slots(analysis, parts, stages, schedule, unrolled)
     ends = _hold_to(schedule, devices, unrolled.graph, slots, _merged(analysis, unrolled))
+    record_state(unrolled.graph, "hold_to_schedule", _hold_to.__doc__ or "")
     try:
         unrolled.graph.execution_order()
     except RewriteError as error:
@@ -212,6 +218,8 @@ class _Placement:
         for node in order:
             if node.op == "Const":
                 continue
+            stage = self.stages.of.get(self.origin[node].source)
+            node.metadata = dataclasses.replace(node.metadata, stage=stage)
             device = self._device(node, self.origin[node])
             if device is None:
                 late.append(node)

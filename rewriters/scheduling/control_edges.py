@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from rewriters.ir.graph import Graph, Node
-from rewriters.ir.graph_pass import GraphPass, PassResult
+from rewriters.ir.graph_pass import GraphPass, PassResult, record_state
 
 __all__: list[str] = []
 
@@ -72,9 +72,12 @@ def add_edges(graph: Graph, passes: Iterable[EdgePass]) -> bool:
     """Edit a graph: add the edges of passes, one pass after another; return whether there are any."""
     changed = False
     for edge_pass in passes:
-        for node, before in list(edge_pass.edges(graph)):
+        edges = list(edge_pass.edges(graph))
+        for node, before in edges:
             waiting = graph.nodes[node.name]
             waiting.control_inputs.append(graph.nodes[before.name])
             edge_pass.edit(graph, waiting)
+        if edges:
             changed = True
+            record_state(graph, edge_pass.name, type(edge_pass).__doc__ or "")
     return changed

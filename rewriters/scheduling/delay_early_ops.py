@@ -14,10 +14,11 @@ import tensorflow as tf
 
 from rewriters.analysis import summation_order
 from rewriters.analysis.autodiff_roles import data_dependent_nodes, reads_shape_only
+from rewriters.analysis.convex_sets import descendants
 from rewriters.analysis.graph_analysis import GraphAnalysis, require_analysed
 from rewriters.device.merged_kernels import may_merge
 from rewriters.device.properties import forwards_input_buffer, may_move_constant
-from rewriters.ir.graph import LOOPS, Graph, Node, Tensor, descendants, predecessors
+from rewriters.ir.graph import LOOPS, Graph, Node, Tensor, predecessors
 from rewriters.ir.loop_bodies import is_folded
 from rewriters.ir.static_values import constant, int_constant, type_attr
 from rewriters.scheduling.control_edges import ControlEdge, EdgePass

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
 from rewriters.analysis import summation_order
@@ -20,6 +21,7 @@ from rewriters.device.properties import device_of
 from rewriters.errors import RewriteError, SwapError
 from rewriters.ir.graph import Graph, Node, Tensor, ancestors, predecessors, producers
 from rewriters.ir.graph_pass import GraphPass, PassResult, run_pass, run_passes
+from rewriters.ir.legality import Stage
 from rewriters.ir.op_traits import Trait, is_collective, ops_with
 from rewriters.ir.variables import may_write_variable
 from rewriters.scheduling.control_edges import ControlEdge, EdgePasses
@@ -358,6 +360,7 @@ class InsertSwaps(GraphPass[SwapResult]):
     """Adds swap-outs and swap-ins to a graph."""
 
     new_stateful_ops = frozenset(("PyFunc", "While"))
+    stage = Stage.SWAPPED
 
     def __init__(self, analysis: GraphAnalysis, swaps: Sequence[Swap], *, tier: Tier, max_in_flight: int) -> None:
         """Prepare the pass.
@@ -434,6 +437,7 @@ class InsertSwaps(GraphPass[SwapResult]):
         """Add the ops of one swap to the new graph."""
         tier = self.tier
         source = Tensor(new.nodes[swap.tensor.node.name], swap.tensor.index)
+        num_nodes = len(new.nodes)
         prefix = f"lms/{source.node.name}" + (f"_{source.index}" if source.index else "")
         swapped = tier.swap_out(new, source, new.unique_name(f"{prefix}/swap_out"), len(swap.swap_ins))
         out = _SwapOut(self.analysis.level[swap.tensor.node], source.node, swapped.node, swap.merged)
@@ -447,6 +451,8 @@ class InsertSwaps(GraphPass[SwapResult]):
                 node.inputs = [copy if t == source else t for t in node.inputs]
             release = tier.release(new, new.unique_name(f"{prefix}/given_back_{number}"), readers)
             chains.append(_SwapInChain(new.nodes[name], swap_in, release))
+        for node in itertools.islice(new.nodes.values(), num_nodes, None):
+            node.metadata = source.node.metadata
         return out, chains
 
 

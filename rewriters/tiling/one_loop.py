@@ -6,9 +6,10 @@ import dataclasses
 import heapq
 
 from rewriters.analysis.autodiff_roles import reads_shape_only
+from rewriters.analysis.convex_sets import descendants, nodes_between
 from rewriters.analysis.graph_analysis import GraphAnalysis, check_forward
 from rewriters.errors import NotTileableError
-from rewriters.ir.graph import Node, Tensor, ancestors, descendants, nodes_between
+from rewriters.ir.graph import Node, Tensor, ancestors
 from rewriters.ir.op_traits import Trait, ops_with
 from rewriters.rules.registry import TileKind, find_rule
 from rewriters.tiling.segment import Segment, build_segment

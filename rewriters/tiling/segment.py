@@ -18,10 +18,11 @@ import heapq
 from collections.abc import Iterable
 
 from rewriters.analysis.autodiff_roles import reads_shape_only
+from rewriters.analysis.convex_sets import nodes_between
 from rewriters.analysis.graph_analysis import GraphAnalysis, check_forward, forward_kinds
 from rewriters.device.kernel_scratch import is_conv_or_pool_grad
 from rewriters.errors import NotTileableError
-from rewriters.ir.graph import Node, Tensor, ancestors, nodes_between
+from rewriters.ir.graph import Node, Tensor, ancestors
 from rewriters.ir.op_traits import Trait, ops_with
 from rewriters.rules.registry import TileKind, find_rule
 from rewriters.tiling.checkpoint_selection import LoopSpec

@@ -63,6 +63,15 @@ def test_budget_auto_uses_free_memory(cli):
     assert found["plain"]["size"] == found["rewritten"]["size"] == 2 and found["plain"]["is_limit"]
 
 
+def test_plan_dump_passes_writes_graphs_and_a_script(cli, tmp_path):
+    arguments = ("--arg", "size=64", "--arg", "compiled=True", "--budget", "2MiB", "--dump-passes", tmp_path / "dump")
+    code, out, _ = cli("plan", "zoo.py:build", *arguments)
+    assert code == 0 and f"Written: {tmp_path / 'dump'}" in out
+    (step,) = (tmp_path / "dump").iterdir()
+    assert {"00-traced.txt", "summary.txt", "reproduce.py"} <= {path.name for path in step.iterdir()}
+    assert (step / "summary.txt").read_text(encoding="utf-8").startswith("Plan for batch 1: 1 segment(s)")
+
+
 def test_plan_of_huge_image_creates_no_batch(cli):
     """One image alone would be 48 GiB."""
     shape = ("--input-shape", "65536,65536,3")

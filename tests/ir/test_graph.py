@@ -9,9 +9,10 @@ from equivalence import keras_step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rewriters.analysis.convex_sets import nodes_between
 from rewriters.errors import RewriteError
 from rewriters.ir import tf_internals
-from rewriters.ir.graph import Graph, Node, Tensor, ancestors, from_concrete_function, nodes_between, predecessors
+from rewriters.ir.graph import Graph, Node, Tensor, ancestors, from_concrete_function, predecessors
 from rewriters.step_importer import StepImporter
 
 FLOAT = [(tf.float32, (None, 3))]

@@ -192,7 +192,7 @@ def test_run_pass_repeated_stateful_op_is_refused():
 
 
 def test_run_pass_declared_stateful_op_is_accepted():
-    edit = EditPass(lambda graph: graph.add(Node("buffer", "Empty")))
+    edit = EditPass(lambda graph: graph.keep.append(graph.add(Node("buffer", "Empty"))))
     edit.new_stateful_ops = frozenset(("Empty",))
     assert run_pass(edit, step_graph()).changed
 

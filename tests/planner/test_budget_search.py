@@ -503,7 +503,7 @@ def test_budget_error_names_the_time_and_a_headroom_that_suffices():
     assert tflms_sft.rewrite(step, AutoParams(budget, swap=False, headroom=float(headroom)), images).plan.changed
     concrete_fn, record = trace_step(step, (images,), {})
     traced = analyse_step(concrete_fn, record, 8)
-    traced.excess_bytes = budget // 50
+    traced = dataclasses.replace(traced, excess_bytes=budget // 50)
     with pytest.raises(BudgetError, match="Leave more of the budget free") as caught:
         next(plans_within_budget(traced, AutoParams(budget, swap=False)))
     assert "with the same budget" not in str(caught.value)
@@ -591,7 +591,7 @@ def test_plan_above_max_slowdown_is_refused_with_a_faster_budget():
     """The named budget gives a plan of at most twice the time, and the named `max_slowdown` the slow plan."""
     concrete_fn, record = trace_step(small_step(), (tf.TensorSpec((2, 64, 64, 3)),), {})
     traced = analyse_step(concrete_fn, record, 2)
-    traced.use_rates(NOMINAL)
+    traced = dataclasses.replace(traced, rates=NOMINAL)
     params = AutoParams(1000, headroom=0, swap=False, max_slowdown=math.inf)
     params = dataclasses.replace(params, memory_budget=least_memory(traced, params).peak.peak_bytes)
 

@@ -73,7 +73,7 @@ def network(model, optimizer, params, *, known_batch, linear=False, part=None):
     step = fuzz.step_for(model, optimizer, known_batch, linear)
     traced = analyse_step(step.concrete_fn, batch=3)
     if len(model.layers) % 3 == 0:
-        traced.use_rates(TINY)
+        traced = dataclasses.replace(traced, rates=TINY)
     return check_budgets(traced, swap=len(model.layers) % 2 == 0)
 
 
@@ -109,14 +109,14 @@ def normed(*, residual):
 )
 def test_net_with_barriers_larger_budget_is_never_slower(residual, number, rates):
     traced = normed(residual=residual)
-    traced.use_rates(rates)
+    traced = dataclasses.replace(traced, rates=rates)
     check_budgets(traced, swap=False, number=number)
 
 
 @pytest.mark.parametrize("backward", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_net_faster_in_more_tiles_larger_budget_is_never_slower(backward):
     traced = (small if backward else forward)(8, 8, 8)
-    traced.use_rates(TINY)
+    traced = dataclasses.replace(traced, rates=TINY)
     check_budgets(traced, swap=False, number=16)
 
 

@@ -52,9 +52,9 @@ def card():
 def traced_with(step, copied, **rates):
     """Return a step with rates at which all swap-ins of all tensors take as long as the step if `copied` is 1."""
     traced = analyse_step(step)
-    traced.use_rates(dataclasses.replace(NOMINAL, **{"overlapped": True, **rates}))
+    traced = dataclasses.replace(traced, rates=dataclasses.replace(NOMINAL, **{"overlapped": True, **rates}))
     size = (8 + 4 + 2) * 64 * 64 * 8 * 2 * 4
-    traced.use_rates(dataclasses.replace(traced.rates, copied=copied * size / traced.seconds))
+    traced = dataclasses.replace(traced, rates=dataclasses.replace(traced.rates, copied=copied * size / traced.seconds))
     return traced
 
 

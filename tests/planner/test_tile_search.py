@@ -21,16 +21,15 @@ from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize.canonicalize import read_canonical
 from rewriters.device import kernel_scratch
 from rewriters.emission.tile_pass import plan_segment
-from rewriters.tiling import ft_segments
+from rewriters.tiling import ft_segments, tile_grids
 from rewriters.tiling.ft_segments import find_components
+from rewriters.tiling.tile_grids import auto_grids, coarsest_fitting, loop_grids, thinned
 from rewriters.tiling.tile_planner import Grid, Halo, TileLoop
 from tflms_sft import AutoParams
-from tflms_sft._planner import tile_grids
 from tflms_sft._planner.barrier_search import MAX_FAILURES, Barriers, BarrierSearch
 from tflms_sft._planner.block_search import fastest_path
 from tflms_sft._planner.inference_blocks import InferenceBlocks, LiveTensors
 from tflms_sft._planner.segment_tilings import LoopEstimates, _checkpoint_candidates
-from tflms_sft._planner.tile_grids import auto_grids, coarsest_fitting, loop_grids, thinned
 from tflms_sft._planner.tile_search import Candidate, TrainingSearch
 from tflms_sft._planner.traced_step import MAX_SKELETONS, analyse_step, predict
 from tflms_sft._planner.training_blocks import TrainingBlocks, backward_positions
@@ -295,7 +294,7 @@ def test_predict_with_cached_skeleton_equals_fresh_one():
             plan = plan_segment(traced.analysis, segment, grid, Grid(1, (2 * grid.spatial[0], 1)), halo)
             prediction = predict(traced, [plan])
             assert prediction == predict(dataclasses.replace(traced), [plan])
-            counts.append(len(traced.skeletons))
+            counts.append(len(traced.models.skeletons))
     assert counts == [1] * 8 + [2] * 8, "one for each set of checkpoints"
 
 
@@ -305,7 +304,7 @@ def test_predict_caches_limited_number_of_skeletons():
     for _ in range(MAX_SKELETONS + 2):
         segment = barriers.segment("segment1", barriers.smallest)
         predict(traced, [plan_segment(traced.analysis, segment, Grid(1, (2, 1)))])
-    assert len(traced.skeletons) == MAX_SKELETONS
+    assert len(traced.models.skeletons) == MAX_SKELETONS
 
 
 def equal_blocks():

@@ -78,7 +78,7 @@ class PlannedStep:
     plan: Plan | None = None
     planning: Stopwatch = dataclasses.field(default_factory=Stopwatch)
     batch_limit: BatchLimit | None = None
-    variable_bytes: list[int] = dataclasses.field(default_factory=list)
+    variable_bytes: Sequence[int] = ()
     is_measured: bool = False
     has_peeked: bool = False
     is_replanned: bool = False
@@ -218,7 +218,7 @@ class PlannedStep:
             shapes = [tf.TensorShape(()) if s is None else s.shape for s in specs]
             self.shapes = [tuple(s) for s in shapes] if all(s.is_fully_defined() for s in shapes) else ()
 
-    def settle(self, plan: Plan, planning: Stopwatch, variable_bytes: list[int]) -> None:
+    def settle(self, plan: Plan, planning: Stopwatch, variable_bytes: Sequence[int]) -> None:
         """Set the plan of the first signature, the time that it took, and the bytes of each variable."""
         self.plan, self.planning, self.variable_bytes = plan, planning, variable_bytes
 

@@ -249,6 +249,12 @@ def _add_plan(commands: Any) -> None:
     _add_device_model(parser)
     parser.add_argument("--plot", metavar="FILE", help="write a chart of memory over the step (needs matplotlib)")
     parser.add_argument("--html", metavar="FILE", help="write a page with the plan and its chart")
+    parser.add_argument(
+        "--dump-passes",
+        metavar="DIR",
+        default="",
+        help="write the graph after each pass, what each pass changed, and a script that runs the passes again",
+    )
     _add_common(parser)
 
 

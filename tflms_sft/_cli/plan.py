@@ -11,6 +11,7 @@ from typing import Any
 
 from rewriters.device.cards import planned_card
 from rewriters.estimates.op_cost import NOMINAL
+from rewriters.ir.graph_pass import dump_directory, dumping_to
 from tflms_sft._cli import step_options
 from tflms_sft._cli.exit_status import Outcome, Progress, UsageError
 from tflms_sft._machine.calibration import stored_rates
@@ -39,16 +40,19 @@ def execute(options: argparse.Namespace) -> Outcome:
         given, why = step_options.load(options)
         model = step_options.of_given_size(given, options.input_shape)
     images = step_options.input_specs(model, options.input_shape, options.batch)
-    with progress.doing("tracing the training step"):
-        step = step_options.trace(model, why, images, options)
-    with progress.doing("planning"):
-        plan = step.plan(params, progress)
+    with dumping_to(options.dump_passes or dump_directory()):
+        with progress.doing("tracing the training step"):
+            step = step_options.trace(model, why, images, options)
+        with progress.doing("planning"):
+            plan = step.plan(params, progress)
     notes = _notes(given, step, plan)
     text = "\n".join([step.assumed.text(), plan.summary(), _times(plan), *(f"Note: {note}" for note in notes)])
     for path, write in ((options.plot, plan.plot), (options.html, plan.to_html)):
         if path:
             write(path)
             text += f"\nWritten: {path}"
+    if options.dump_passes:
+        text += f"\nWritten: {options.dump_passes}"
     assumed = dataclasses.asdict(step.assumed)
     data = {"command": "plan", "assumed": assumed, "plan": json.loads(plan.to_json()), "notes": notes}
     return Outcome(text, data)

@@ -73,7 +73,7 @@ class Assumed:
         )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class PlannableStep:
     """A traced step that can be planned repeatedly.
 
@@ -130,7 +130,8 @@ class PlannableStep:
             return least_memory(self.traced, params)
 
     def _use_rates(self, progress: Progress) -> None:
-        self.traced.use_rates(machine_rates(lambda line: progress.say(line.removeprefix("tflms-sft: "))))
+        rates = machine_rates(lambda line: progress.say(line.removeprefix("tflms-sft: ")))
+        self.traced = dataclasses.replace(self.traced, rates=rates)
 
 
 def budget_params(options: argparse.Namespace) -> AutoParams:

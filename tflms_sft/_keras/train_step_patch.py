@@ -13,6 +13,7 @@ Evaluation and prediction work alike with another `StepKind`; see `forward_step_
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import warnings
@@ -528,12 +529,15 @@ class StepPatch:
         mode = CanonicalMode.EXACT if self._params.tiles is None else CanonicalMode.TILING
         sizes = self._now.argument_sizes()
         analysed = analyse_step(traced, record, shape[0] if shape else None, mode, sizes=sizes)
-        analysed.use_rates(self._rates())
-        analysed.excess_bytes = self._excess_bytes
-        analysed.found = stopwatch.found
-        analysed.devices = self.watch.devices
-        analysed.in_used_process = bool(self.watch.has_earlier_work)
-        analysed.variables += self._untouched_variable_bytes(traced)
+        analysed = dataclasses.replace(
+            analysed,
+            rates=self._rates(),
+            excess_bytes=self._excess_bytes,
+            found=stopwatch.found,
+            devices=self.watch.devices,
+            in_used_process=bool(self.watch.has_earlier_work),
+            variables=(*analysed.variables, *self._untouched_variable_bytes(traced)),
+        )
         try:
             return analysed, *self._rewrite_analysed(analysed)
         except BudgetError:
@@ -572,8 +576,7 @@ class StepPatch:
         self._now.keeps_plan = True
         self._tell(messages.NO_SMALLER_PLAN)
         self._correct(before)
-        analysed.excess_bytes = before
-        return rewrite_traced(analysed, self._size_params)
+        return rewrite_traced(dataclasses.replace(analysed, excess_bytes=before), self._size_params)
 
     def _rewrite_pipeline(self, specs: Any) -> StepImporter:
         shape, function = self._image_batch_shape, keras_function(self._original)

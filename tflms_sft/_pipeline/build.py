@@ -22,6 +22,7 @@ from rewriters.pipelining.stage_passes import StagedStep, with_tiles
 from rewriters.pipelining.step_partition import StepPartition, split_step
 from rewriters.step_importer import StepImporter
 from rewriters.tiling.ft_segments import SkippedOps
+from tflms_sft._machine.calibration import stored_rates
 from tflms_sft._params import device_names
 from tflms_sft._params.pipeline_params import PipelineParams
 from tflms_sft._params.request import RewriteRequest
@@ -34,6 +35,7 @@ from tflms_sft._pipeline.stage_cuts import choose_cuts, cut_names, named_cuts
 from tflms_sft._planner.requested_tiles import StageBounds, plan_sft
 from tflms_sft._planner.swap_planner import swap_in_stages
 from tflms_sft._planner.traced_step import TracedStep, analyse_step
+from tflms_sft._report.pass_dump import write_dump
 from tflms_sft._report.plan import Plan, amend_plan
 from tflms_sft._trace.batch_traces import BatchTraces, require_even, trace
 from tflms_sft._trace.layer_names import captured, display_names, variable_names
@@ -89,7 +91,9 @@ def _build(traces: BatchTraces, chosen: RewriteRequest, batch: int | None) -> tu
 def _planned(traces: BatchTraces, chosen: RewriteRequest, params: PipelineParams) -> tuple[Planned, Plan]:
     """Return the pipeline and its plan."""
     planned, notes = _built(traces, chosen, params)
-    return planned, amend_plan(plan_of(planned), *notes)
+    plan = amend_plan(plan_of(planned), *notes)
+    write_dump(planned.built.graph, plan)
+    return planned, plan
 
 
 def _importer(planned: Planned) -> StepImporter:
@@ -121,6 +125,7 @@ def _built(traces: BatchTraces, chosen: RewriteRequest, params: PipelineParams) 
     traced = analyse_step(
         traces.micro, traces.record, samples, mode, merge_constants=False, keep_devices=not is_rewritten
     )
+    traced = dataclasses.replace(traced, rates=stored_rates())
     analysis = traced.analysis
     analysis.require_backward()
     sizes = TraceComparison(
@@ -129,7 +134,8 @@ def _built(traces: BatchTraces, chosen: RewriteRequest, params: PipelineParams) 
     parts = split_step(analysis, traces.batched, traces.hints)
     cuts = _cuts(traced, params)
     stages = assign_stages(analysis, cuts)
-    judgement = check_micro_batches(traces, params, analysis)
+    as_checked = sizes if mode is CanonicalMode.BATCH_ANALYSIS else None
+    judgement = check_micro_batches(traces, params, analysis, as_checked)
     devices = device_selection.select_devices(params, stages.count)
     schedule = params.schedule_for(stages.count)
     where = _variable_devices(traces.micro, analysis)

@@ -52,7 +52,10 @@ class MicroBatchContract:
 
 
 def check_micro_batches(
-    traces: BatchTraces, params: PipelineParams, emitted: GraphAnalysis | None = None
+    traces: BatchTraces,
+    params: PipelineParams,
+    emitted: GraphAnalysis | None = None,
+    sizes: TraceComparison | None = None,
 ) -> MicroBatchContract:
     """Return how the values of micro-batches are combined.
 
@@ -61,6 +64,7 @@ def check_micro_batches(
         params: Parameters of the pipeline.
         emitted: Analysis whose tensors the contract is asked about: that of a step with open axes, or of one whose
             matrices are folded into images. Defaults to the analysis of the check.
+        sizes: Comparison of the traces, if `emitted` was read in the mode of the check.
 
     Raises:
         PipelineError: If micro-batches cannot compute the step.
@@ -69,7 +73,7 @@ def check_micro_batches(
     if params.total_micro_batches == 1:
         return MicroBatchContract((), lambda tensor: is_mean)
     checked = settled(traces)
-    check = _Check(checked, params)
+    check = _Check(checked, params, (emitted, sizes) if emitted and sizes and checked is traces else None)
     notes = check.refuse()
     axis = (traces.batch or 0) // traces.count + 1
     if checked is not traces and axis < (traces.batch or 0):
@@ -110,24 +114,31 @@ class _UserNames:
         return shortened(list(dict.fromkeys(map(self.of, several))), _MAX_NAMES)
 
 
+def _analysed(traces: BatchTraces) -> tuple[GraphAnalysis, TraceComparison]:
+    """Return the analysis of the step for a micro-batch, and the comparison of the traces."""
+    mode = CanonicalMode.BATCH_ANALYSIS
+    analysis = analyse_step(traces.micro, traces.record, None, mode, merge_constants=False).analysis
+    batched, count = traces.batched, traces.count
+    return analysis, TraceComparison(analysis, traces.micro, whole=traces.whole, batched=batched, count=count)
+
+
 class _Check:
     """Analyses a step and turns findings into refusals and notes.
 
     Args:
         traces: Traces for a batch and for a micro-batch.
         params: Parameters of the pipeline.
+        analysed: Analysis of the step for a micro-batch, and comparison of the traces, if there are any.
     """
 
-    def __init__(self, traces: BatchTraces, params: PipelineParams) -> None:
+    def __init__(
+        self, traces: BatchTraces, params: PipelineParams, analysed: tuple[GraphAnalysis, TraceComparison] | None = None
+    ) -> None:
         self.params = params
-        mode = CanonicalMode.BATCH_ANALYSIS
-        self.analysis = analyse_step(traces.micro, traces.record, None, mode, merge_constants=False).analysis
+        self.analysis, self.sizes = analysed or _analysed(traces)
         self.names = _UserNames(traces, self.analysis)
         self._refuse_bodies()
         self.parts: StepPartition = split_step(self.analysis, traces.batched, traces.hints)
-        self.sizes = TraceComparison(
-            self.analysis, traces.micro, whole=traces.whole, batched=traces.batched, count=traces.count
-        )
         self.reductions = declared_reductions(traces.micro, params.reductions or {})
         self.report = EquivalenceReport(
             self.analysis,

@@ -25,11 +25,11 @@ from rewriters.pipelining.stage_passes import StagedStep
 from rewriters.swapping.swap_pass import Swap
 from rewriters.swapping.tiers import DiskTier, HostTier
 from rewriters.tiling.ft_segments import SkippedOps
-from tflms_sft._machine.calibration import stored_rates
 from tflms_sft._params import device_names
 from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._planner import swap_planner
-from tflms_sft._planner.traced_step import TracedStep, analyse_step, peak_names, predict, prediction, reasons
+from tflms_sft._planner.plan_description import peak_names, prediction, reasons
+from tflms_sft._planner.traced_step import TracedStep, analyse_step, predict
 from tflms_sft._report.pipeline_plan import PlannedPipeline, PlannedStage
 from tflms_sft._report.plan import Plan
 from tflms_sft._report.plan_records import PlannedSwap, Prediction
@@ -196,8 +196,7 @@ def plan_of(planned: Planned) -> Plan:
     traces, traced, schedule = planned.traces, planned.traced, planned.schedule
     one = schedule.micro_batches == 1
     whole = traced if one else analyse_step(traces.whole, None, traces.batch, CanonicalMode.EXACT)
-    whole.use_rates(stored_rates())
-    traced.use_rates(stored_rates())
+    whole = dataclasses.replace(whole, rates=traced.rates)
     stages = [_Stage(planned, number) for number in range(planned.stages.count)]
     held = _held(planned)
     described = tuple(_described(planned, number, stage, held[number]) for number, stage in enumerate(stages))

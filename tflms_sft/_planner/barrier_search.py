@@ -21,10 +21,10 @@ from rewriters.tiling.checkpoint_selection import CheckpointSelection
 from rewriters.tiling.ft_segments import refused
 from rewriters.tiling.row_planner import RowBarrierPlanner
 from rewriters.tiling.segment import Segment
+from rewriters.tiling.tile_grids import loop_grids
 from rewriters.tiling.tile_planner import Grid, Halo
 from tflms_sft._planner.block_search import rung, target_bytes
 from tflms_sft._planner.segment_tilings import LoopEstimate, LoopEstimates, fastest_fitting
-from tflms_sft._planner.tile_grids import loop_grids
 from tflms_sft._planner.traced_step import Candidate, TracedStep, bytes_beside_iterations, least_peak, predict
 
 MIN_ITERATION_FRACTION = 1 / 32

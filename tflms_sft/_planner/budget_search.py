@@ -32,6 +32,7 @@ from tflms_sft._machine.memory_info import device_memory_limit, device_names
 from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._planner.barrier_search import Barriers, BarrierSearch
+from tflms_sft._planner.plan_description import reasons, takes_most
 from tflms_sft._planner.swap_planner import is_host_tier, reason_without_tier
 from tflms_sft._planner.swap_search import SwapSearch
 from tflms_sft._planner.tile_search import InferenceSearch, TrainingSearch
@@ -40,10 +41,8 @@ from tflms_sft._planner.traced_step import (
     TracedStep,
     least_peak,
     peak_file_bytes,
-    reasons,
     seconds_of,
     sizes_in_files,
-    takes_most,
 )
 from tflms_sft._report.summary import excess_remedy, time_text
 from tflms_sft._util.byte_sizes import enough_bytes, format_bytes
@@ -296,11 +295,15 @@ def _tell(traced: TracedStep, plans: Iterable[FeasiblePlan]) -> None:
 
 
 def _search(traced: TracedStep) -> TileSearch:
-    """Return the search for tile plans of a step."""
-    if not traced.analysis.backward:
-        return InferenceSearch(traced)
-    barriers = Barriers(traced)
-    return BarrierSearch(traced, barriers) if barriers.present else TrainingSearch(traced)
+    """Return the search for tile plans of a step, with the estimates of earlier searches for it."""
+
+    def begin() -> TileSearch:
+        if not traced.analysis.backward:
+            return InferenceSearch(traced)
+        barriers = Barriers(traced)
+        return BarrierSearch(traced, barriers) if barriers.present else TrainingSearch(traced)
+
+    return traced.once("search", begin)
 
 
 def swaps_within(params: AutoParams, least: bool = False) -> SwapParams:

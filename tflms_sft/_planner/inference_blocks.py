@@ -27,10 +27,10 @@ from rewriters.ir.graph import Tensor
 from rewriters.tiling.ft_segments import TileableComponent, try_segment
 from rewriters.tiling.one_loop import with_final_sums
 from rewriters.tiling.segment import Segment
+from rewriters.tiling.tile_grids import auto_grids, thinned
 from rewriters.tiling.tile_planner import Grid, Halo, TileLoop
 from tflms_sft._planner.block_search import BlockChoice, BlockOptions, ComponentBlocks, select_cuts
 from tflms_sft._planner.segment_tilings import LoopEstimate, LoopEstimates, fastest_fitting
-from tflms_sft._planner.tile_grids import auto_grids, thinned
 from tflms_sft._planner.traced_step import TracedStep
 
 MAX_CUTS = 6

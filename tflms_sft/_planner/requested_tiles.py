@@ -7,22 +7,23 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from rewriters.analysis.convex_sets import nodes_between
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.emission.tile_pass import SegmentPlan, plan_segment
 from rewriters.errors import NotTileableError, SegmentError
 from rewriters.estimates.loop_memory import iteration_peak_bytes
-from rewriters.ir.graph import Node, Tensor, nodes_between
+from rewriters.ir.graph import Node, Tensor
 from rewriters.pipelining.stage_assignment import Stages
 from rewriters.tiling.barrier_planner import BarrierPlanner
 from rewriters.tiling.extents import min_rows
 from rewriters.tiling.ft_segments import SkippedOps, auto_segments, next_name
 from rewriters.tiling.segment import Segment, build_segment, forward_ops
+from rewriters.tiling.tile_grids import auto_grids, coarsest_fitting, first_axis
 from rewriters.tiling.tile_planner import Grid, Halo
 from tflms_sft._params.tile_counts import NumTiles, axis_names, parse_num_tiles
 from tflms_sft._params.tile_params import SegmentSpec, SFTParams
 from tflms_sft._planner.automatic_segments import MAX_PEAK_FRACTION, PlanSegment, RequestedSearch, best_candidate
 from tflms_sft._planner.barrier_search import Barriers, plan_for_capacity
-from tflms_sft._planner.tile_grids import auto_grids, coarsest_fitting, first_axis
 from tflms_sft._planner.traced_step import Candidate, TracedStep, predict
 from tflms_sft._trace.layer_names import display_names, resolve
 

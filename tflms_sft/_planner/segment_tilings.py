@@ -25,9 +25,9 @@ from rewriters.tiling.barrier_planner import LatestPlans
 from rewriters.tiling.checkpoint_selection import LoopSpec
 from rewriters.tiling.one_loop import in_one_loop
 from rewriters.tiling.segment import Segment
+from rewriters.tiling.tile_grids import auto_grids, coarsest_fitting, fastest, thinned
 from rewriters.tiling.tile_planner import Grid, Halo, TileLoop
 from tflms_sft._planner.block_search import BlockChoice
-from tflms_sft._planner.tile_grids import auto_grids, coarsest_fitting, fastest, thinned
 from tflms_sft._planner.traced_step import TracedStep
 
 GRID_GROWTH = 1.4

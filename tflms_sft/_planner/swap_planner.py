@@ -244,7 +244,7 @@ def prepared(traced: TracedStep, graph: Graph, params: SwapParams) -> GraphAnaly
     """Return the analysis of a graph that is prepared for swaps, cached for the graph of the original step."""
     loops = [name for (_, phase), name in loop_nodes(graph).items() if phase.startswith("backward")]
     scopes = (*params.optimizer_scopes, *(name.rpartition("/")[0] for name in loops))  # The initial buffers, too.
-    cache = traced.prepared if graph is traced.analysis.graph else {}
+    cache = traced.models.prepared if graph is traced.analysis.graph else {}
     key = params.min_bytes, scopes
     if scopes not in cache:
         cache[scopes] = without_copies(graph, scopes, traced.forward)

@@ -1,4 +1,4 @@
-"""The traced step that planners work on, the prediction of its peak and time, and the report of a plan."""
+"""The traced step that planners work on, and the prediction of its peak and time."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import itertools
 from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from rewriters.analysis.autodiff_roles import is_autodiff_name
 from rewriters.analysis.graph_analysis import GraphAnalysis
@@ -18,41 +17,21 @@ from rewriters.device.loop_lists import add_loop_facts, loop_iterations
 from rewriters.device.peak_memory import AllocationTrace, IterationTrace, Peak, graph_peak, graph_schedule
 from rewriters.emission.file_buffers import FileBuffers
 from rewriters.emission.loop_tensors import loop_input_tensors, loop_output_tensors
-from rewriters.emission.tile_pass import SegmentPlan, loop_nodes, tile_segments, tile_skeleton
+from rewriters.emission.tile_pass import SegmentPlan, loop_nodes, tile_skeleton
 from rewriters.estimates.loop_memory import IterationModelCache
 from rewriters.estimates.op_cost import NOMINAL, CostModel, MachineRates, sum_in_order
-from rewriters.estimates.unmodelled import unmodelled
 from rewriters.ir import tf_internals
 from rewriters.ir.graph import Graph, Node, Tensor
-from rewriters.ir.graph_pass import run_pass
-from rewriters.scheduling.updates_after_reads import RunUpdatesAfterReads
-from rewriters.tiling.ft_segments import SkippedOps
 from rewriters.tiling.segment import Segment
 from rewriters.tiling.tile_planner import TileLoop
 from tflms_sft._machine.memory_info import exceeds_page_cache
-from tflms_sft._report.peak_report import (
-    FRAGMENTATION,
-    NamedSizes,
-    PeakNames,
-    largest_tensors,
-    saved_in_loops,
-    transient_memory,
-)
-from tflms_sft._report.plan import Plan
-from tflms_sft._report.plan_records import Prediction
-from tflms_sft._report.segment_report import describe_segment, shares
-from tflms_sft._report.summary import MAX_LARGEST
-from tflms_sft._report.summary import transient_memory as transient_texts
-from tflms_sft._trace.layer_names import LayerRecord, display_names, part_name
+from tflms_sft._trace.layer_names import LayerRecord
 from tflms_sft._trace.step_tracing import arguments_of
-from tflms_sft._util.byte_sizes import format_bytes
-from tflms_sft._util.text import shortened
 
 MAX_SKELETONS = 8
 """Traces of skeletons that are cached, of about a megabyte each."""
 
-MAX_NAMES = 3
-"""Names after which a list in a note is cut short."""
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +49,7 @@ class Candidate:
     time_ratio: float
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class TracedStep:
     """A traced step, ready to be planned.
 
@@ -88,11 +67,9 @@ class TracedStep:
         excess_bytes: Measured less predicted peak of an earlier plan, which the limit of all plans is reduced by.
         in_used_process: Whether much other memory had been in use in the process before the earlier plan ran.
         files: Rule that selects the results of tile loops that lie in files; `None` to hold all in memory.
+        mode: Mode of canonicalization.
         found: Called with the time, over that of the original step, of each plan that a search finds within the budget.
-        skeletons: Traces of skeletons, and names of their loops, by the reads and results of the loops.
-        loop_memory: Memory estimates of planned tile loops.
-        prepared: Analyses of its graph prepared for swaps: without copies by scopes, and with large ops in order by the
-            minimum bytes of large results, and scopes.
+        model: Models of memory and time. A copy shares them unless it differs in what they depend on.
     """
 
     concrete_fn: Any
@@ -100,28 +77,27 @@ class TracedStep:
     record: LayerRecord
     batch: int
     batch_is_fixed: bool
-    variables: list[int]
+    variables: Sequence[int]
     forward: Container[str] = ()
     devices: Sequence[str] = ()
     rates: MachineRates = NOMINAL
     excess_bytes: int = 0
     in_used_process: bool = False
     files: FileBuffers | None = None
+    mode: CanonicalMode = CanonicalMode.TILING
     found: Callable[[float], None] | None = dataclasses.field(default=None, repr=False)
-    skeletons: dict[Hashable, tuple[AllocationTrace, dict[tuple[str, str], str]]] = dataclasses.field(
-        init=False, default_factory=dict, repr=False
-    )
-    loop_memory: IterationModelCache = dataclasses.field(init=False, repr=False)
-    prepared: dict[Hashable, GraphAnalysis] = dataclasses.field(init=False, default_factory=dict, repr=False)
+    model: StepModel | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        self.loop_memory = IterationModelCache(self.files)
+        basis = (self.analysis, self.batch, tuple(self.variables), tuple(self.devices), self.rates, self.files)
+        if self.model is None or self.model.basis != basis:
+            object.__setattr__(self, "model", StepModel(basis, IterationModelCache(self.files)))
 
-    def use_rates(self, rates: MachineRates) -> None:
-        """Set the rates of the machine, and drop the cached times that depend on them."""
-        self.rates = rates
-        for name in ("costs", "seconds"):
-            self.__dict__.pop(name, None)
+    @property
+    def models(self) -> StepModel:
+        """Models of memory and time of this step."""
+        assert self.model is not None
+        return self.model
 
     @property
     def fixed_bytes(self) -> int:
@@ -137,25 +113,60 @@ class TracedStep:
         """Return the bytes in memory of an image that a loop writes: none if it lies in a file."""
         return 0 if self.files is not None and self.files.holds(tensor) else tensor.num_bytes(self.batch)
 
-    @functools.cached_property
+    @property
+    def loop_memory(self) -> IterationModelCache:
+        """Memory estimates of planned tile loops."""
+        return self.models.loop_memory
+
+    @property
     def costs(self) -> CostModel:
         """Cost model of the ops."""
-        return CostModel(self.analysis, self.batch, self.rates)
+        return self.once("costs", lambda: CostModel(self.analysis, self.batch, self.rates))
 
-    @functools.cached_property
+    @property
     def seconds(self) -> float:
         """Time of the original step."""
-        return self.costs.step(self.analysis.order)
+        return self.once("seconds", lambda: self.costs.step(self.analysis.order))
 
-    @functools.cached_property
+    @property
     def loop_iterations(self) -> dict[str, list[IterationTrace]]:
         """Allocations of an iteration of each loop of the original step, by the loop's name."""
-        return loop_iterations(self.analysis.graph, self.batch)
+        return self.once("loop_iterations", lambda: loop_iterations(self.analysis.graph, self.batch))
 
-    @functools.cached_property
+    @property
     def plain(self) -> Candidate:
         """Prediction of the original step."""
-        return Candidate([], *predict(self, []))
+        return self.once("plain", lambda: Candidate([], *predict(self, [])))
+
+    def once(self, name: str, compute: Callable[[], T]) -> T:
+        """Return a part of the models, which is computed when it is first needed."""
+        parts = self.models.parts
+        if name not in parts:
+            parts[name] = compute()
+        result: T = parts[name]
+        return result
+
+
+@dataclasses.dataclass
+class StepModel:
+    """Models of the memory and time of a step, which searches fill.
+
+    Attributes:
+        basis: All that they depend on.
+        loop_memory: Memory estimates of planned tile loops.
+        parts: Cost model, predictions of the original step, and the search for tiles, by name.
+        skeletons: Traces of skeletons, and names of their loops, by the reads and results of the loops.
+        prepared: Analyses of the graph prepared for swaps: without copies by scopes, and with large ops in order by the
+            minimum bytes of large results, and scopes.
+    """
+
+    basis: tuple[Any, ...]
+    loop_memory: IterationModelCache
+    parts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    skeletons: dict[Hashable, tuple[AllocationTrace, dict[tuple[str, str], str]]] = dataclasses.field(
+        default_factory=dict
+    )
+    prepared: dict[Hashable, GraphAnalysis] = dataclasses.field(default_factory=dict)
 
 
 @contextlib.contextmanager
@@ -200,10 +211,10 @@ def analyse_step(
     fixed_batch = _static_batch(concrete_fn)
     planned_batch = fixed_batch or batch or 1
     sizes = _sizes_unlike(planned_batch, concrete_fn, sizes or {})
-    graph = read_canonical(concrete_fn, mode, merge_constants=merge_constants, sizes=sizes)
+    record = record or LayerRecord()
+    graph = read_canonical(concrete_fn, mode, merge_constants=merge_constants, sizes=sizes, layer_of=record.layer_of)
     for node in graph.nodes.values() if not keep_devices else ():
         node.device = ""
-    record = record or LayerRecord()
     misleading = any(is_autodiff_name(call.layer) for call in record.calls)
     forward: Collection[str] = record.layer_of_op.keys() if misleading else ()
     analysis = GraphAnalysis(graph, forward=forward)
@@ -213,6 +224,7 @@ def analyse_step(
         analysis.refuse_hidden_gradients()
     else:  # A swapped tensor, or one sent to a stage, returns for the backward pass.
         analysis.require_backward()
+    analysis.mark_roles()
     return TracedStep(
         concrete_fn,
         analysis,
@@ -221,6 +233,7 @@ def analyse_step(
         fixed_batch is not None,
         tf_internals.variable_sizes(concrete_fn),
         forward,
+        mode=mode,
     )
 
 
@@ -330,7 +343,7 @@ def op_times(
 
 def _skeleton_trace(traced: TracedStep, plans: list[SegmentPlan]) -> tuple[AllocationTrace, dict[tuple[str, str], str]]:
     """Return the trace of a skeleton, and names of its loops; plans that differ in the number of tiles share it."""
-    skeletons = traced.skeletons
+    skeletons = traced.models.skeletons
     key = tuple((plan.segment, tuple(_borders(plan.segment, tile_loop) for tile_loop in plan.loops)) for plan in plans)
     if key not in skeletons:
         while len(skeletons) >= MAX_SKELETONS:
@@ -438,157 +451,3 @@ def peak_file_bytes(traced: TracedStep, plans: Iterable[SegmentPlan]) -> int:
                     sizes[number] += tensor.num_bytes(traced.batch)
         peak_bytes += max(sizes, default=0)
     return peak_bytes
-
-
-def emit_and_describe(
-    traced: TracedStep, plans: list[SegmentPlan], left: Sequence[SkippedOps], budget: int | None
-) -> tuple[Graph, Plan]:
-    """Emit the graph, and return it with its plan.
-
-    Args:
-        traced: The step.
-        plans: Its segments.
-        left: Ops that cannot be tiled, with reasons.
-        budget: Bytes, if the plan was made for a budget.
-    """
-    analysis = traced.analysis
-    if plans:
-        graph = tile_segments(analysis, plans, traced.files)
-    else:
-        graph = run_pass(RunUpdatesAfterReads(()), analysis.graph).graph
-    names = display_names(analysis.graph, traced.record)
-    # For a budget, predict as the search did: by a skeleton, and for every state of the device's memory.
-    # Otherwise memory is assumed to be fresh.
-    limit = None if budget else 0
-    original_peak, ratio = predict(traced, [], limit=limit)
-    original = prediction(traced, [], analysis.graph, names, (original_peak, ratio))
-    predicted = original
-    if plans:
-        seen = tile_skeleton(analysis, plans, traced.files) if budget else graph
-        peak = predicted_peak(traced, plans, limit=limit, graph=seen)
-        predicted = prediction(traced, plans, seen, names, (peak, time_ratio(traced, plans)))
-    *parts, outside = shares(traced.costs, plans, traced.seconds)
-    plan = Plan(
-        changed=bool(plans),
-        batch=traced.batch,
-        batch_is_fixed=traced.batch_is_fixed,
-        segments=tuple(
-            describe_segment(traced.costs, traced.loop_memory, plan, share=share, names=names)
-            for plan, share in zip(plans, parts, strict=True)
-        ),
-        rest_waiting_bytes=outside.waiting_bytes,
-        rest_time_share=outside.time_share,
-        left_alone=reasons(traced, left),
-        original=original,
-        predicted=predicted,
-        memory_budget=budget,
-        file_bytes=peak_file_bytes(traced, plans),
-        notes=(*_loop_note(traced, original_peak), *_notes(traced)),
-    )
-    return graph, plan
-
-
-def _loop_note(traced: TracedStep, peak: Peak) -> tuple[str, ...]:
-    """Return a note of the loop whose tensor lists are among the largest tensors at the original step's peak."""
-    if not traced.loop_iterations:
-        return ()
-    _, loops, _ = at_peak(traced, [], dataclasses.replace(peak, largest=peak.largest[:MAX_LARGEST]))
-    return tuple(f"the original step saves {format_bytes(size)} inside {name}" for name, size in loops[:1])
-
-
-def _notes(traced: TracedStep) -> tuple[str, ...]:
-    """Return a note of the layers whose memory the prediction leaves out."""
-    ops = [node.name for node in unmodelled(traced.analysis)]
-    if not ops:
-        return ()
-    names = dict.fromkeys(_layer_name(traced, op) for op in ops)
-    shown = shortened(list(names), MAX_NAMES)
-    return (f"not in the predicted peak: memory inside of {shown}, which `tflms_sft.measure` shows",)
-
-
-def peak_names(traced: TracedStep) -> PeakNames:
-    """Return the display names of tensors and ops of the step."""
-    return PeakNames(traced.analysis, traced.record, display_names(traced.analysis.graph, traced.record))
-
-
-def prediction(
-    traced: TracedStep,
-    plans: list[SegmentPlan],
-    graph: Graph,
-    names: Mapping[Tensor, str],
-    predicted: tuple[Peak, float],
-) -> Prediction:
-    """Return a prediction as a plan reports it.
-
-    Args:
-        traced: The step.
-        plans: Its segments.
-        graph: The rewritten graph, or its skeleton, that was predicted.
-        names: Layers of tensors of the original graph.
-        predicted: Peak and time ratio from `predict`.
-    """
-    peak, ratio = predicted
-    shown = PeakNames(traced.analysis, traced.record, names)
-    largest = largest_tensors(shown, plans, graph, peak)
-    if peak.fragmentation_bytes:
-        largest = tuple(sorted((*largest, (FRAGMENTATION, peak.fragmentation_bytes)), key=lambda item: -item[1]))
-    return Prediction(
-        peak_bytes=peak.peak_bytes,
-        fixed_bytes=traced.fixed_bytes,
-        time_ratio=ratio,
-        largest=largest,
-        timeline=peak.timeline,
-        progress=_progress(traced, plans, graph, peak.timeline),
-        seconds=ratio * traced.seconds,
-        own=transient_memory(shown, plans, graph, peak, traced.loop_memory, traced.batch),
-    )
-
-
-def at_peak(traced: TracedStep, plans: list[SegmentPlan], peak: Peak) -> tuple[NamedSizes, NamedSizes, NamedSizes]:
-    """Return what takes most memory at a predicted peak, as a plan reports it.
-
-    Returns:
-        The largest tensors, tensor lists excluded; the loops with the bytes of their lists; memory of running ops.
-    """
-    graph = tile_skeleton(traced.analysis, plans, traced.files) if plans else traced.analysis.graph
-    shown = peak_names(traced)
-    transient = transient_memory(shown, plans, graph, peak, traced.loop_memory, traced.batch)
-    tensors = dataclasses.replace(peak, largest=tuple(item for item in peak.largest if item[0] not in graph.nodes))
-    return largest_tensors(shown, plans, graph, tensors), saved_in_loops(shown, graph, peak), transient
-
-
-def _progress(
-    traced: TracedStep, plans: list[SegmentPlan], graph: Graph, timeline: Sequence[tuple[str, int]]
-) -> tuple[float, ...]:
-    """Return the time at which each op begins, over that of the original step."""
-    seconds = op_times(traced, plans, loop_nodes(graph))
-    *begins, _ = itertools.accumulate((seconds(name) for name, _ in timeline), initial=0.0)
-    return tuple(round(done / traced.seconds, 6) for done in begins)
-
-
-def reasons(traced: TracedStep, left: Sequence[SkippedOps]) -> tuple[tuple[str, str], ...]:
-    """Return pairs of a layer and the first reason why it cannot be tiled."""
-    reasons: dict[str, str] = {}
-    shown = peak_names(traced)
-    for item in left:
-        names = list(dict.fromkeys(_layer_name(traced, op) for op in (item.name, item.last) if op))
-        reasons.setdefault(" to ".join(names), shown.in_text(item.reason, traced.analysis.graph))
-    return tuple(reasons.items())
-
-
-def _layer_name(traced: TracedStep, op: str) -> str:
-    return part_name(traced.record, op) or f"op {op!r}"
-
-
-def takes_most(traced: TracedStep, plans: list[SegmentPlan], peak: Peak) -> tuple[str, str]:
-    """Return a text about the largest users of memory at a peak, for an error, and the name of the largest tensor.
-
-    Memory of running ops, and the tensor lists of the loop that saves most, are part of the text if they exceed the
-    largest tensor.
-    """
-    tensors, loops, running_sizes = at_peak(traced, plans, peak)
-    name, size = tensors[0] if tensors else ("the variables", traced.fixed_bytes)
-    others = [(num_bytes, f"saved inside {loop}") for loop, num_bytes in loops[:1]]
-    others += [(num_bytes, text) for text, num_bytes in transient_texts(running_sizes)]
-    larger = [f"{format_bytes(num_bytes)} are {text}, " for num_bytes, text in others if num_bytes > size]
-    return f"{''.join(larger)}`{name}` is {format_bytes(size)}", name

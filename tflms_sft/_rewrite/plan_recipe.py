@@ -39,6 +39,10 @@ PYTHON_FUNCTION = "token"
 
 def step_key(traced: TracedStep) -> str:
     """Return a hash of everything of a step that its plan depends on, without names."""
+    return traced.once("key", lambda: _hash(traced))
+
+
+def _hash(traced: TracedStep) -> str:
     numbers: dict[Tensor, int] = {}
     functions = {f.signature.name: [node.op for node in f.node_def] for f in traced.analysis.graph.library.function}
     sizes = sorted(traced.analysis.graph.sizes.items())
@@ -55,8 +59,8 @@ def step_key(traced: TracedStep) -> str:
     return digest.hexdigest()
 
 
-def recipe_of(traced: TracedStep, choice: BudgetPlan, memory_budget: int) -> Recipe:
-    """Return the decisions of a plan for a budget as JSON."""
+def recipe_of(traced: TracedStep, choice: BudgetPlan, memory_budget: int | None) -> Recipe:
+    """Return the decisions of a plan as JSON."""
     position = traced.analysis.position
     return {
         "format": FORMAT,

@@ -25,6 +25,7 @@ from tflms_sft._params.request import RewriteRequest, parse_request
 from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._pipeline.build import build_pipeline
 from tflms_sft._planner.budget_search import NO_SWAPS, BudgetPlan, limit_of, plans_within_budget
+from tflms_sft._planner.plan_description import emit_and_describe, peak_names, prediction
 from tflms_sft._planner.requested_tiles import plan_sft
 from tflms_sft._planner.swap_planner import (
     NothingToSwapError,
@@ -34,19 +35,13 @@ from tflms_sft._planner.swap_planner import (
     notes,
     swapped_seconds,
 )
-from tflms_sft._planner.traced_step import (
-    TracedStep,
-    analyse_step,
-    collector_paused,
-    emit_and_describe,
-    peak_names,
-    prediction,
-    seconds_of,
-)
+from tflms_sft._planner.traced_step import TracedStep, analyse_step, collector_paused, seconds_of
+from tflms_sft._report.pass_dump import write_dump
 from tflms_sft._report.plan import Plan, amend_plan
 from tflms_sft._rewrite.plan_cache import cached_recipe, read_recipe, store_recipe
 from tflms_sft._rewrite.plan_recipe import plan_from, recipe_of
 from tflms_sft._rewrite.rewritten_step import RewrittenStep
+from tflms_sft._rewrite.saved_step import save_step
 from tflms_sft._trace.layer_names import LayerRecord, display_names
 from tflms_sft._trace.step_tracing import arguments_of, batch_of, leading_sizes, trace_step
 from tflms_sft._util.byte_sizes import format_excess
@@ -122,7 +117,7 @@ def rewrite_traced(traced: TracedStep, request: RewriteRequest, advise: bool = T
         choice = BudgetPlan(*plan_sft(traced, request.tiles), request.swaps)
         if choice.swaps is not None and not traced.analysis.backward:
             choice = BudgetPlan(choice.plans, choice.left, why=NO_SWAPS)
-    return _carry_out(traced, choice, None)
+    return carry_out(traced, choice, None)
 
 
 def _within_budget(traced: TracedStep, params: AutoParams, advise: bool) -> tuple[StepImporter, Plan]:
@@ -134,7 +129,7 @@ def _within_budget(traced: TracedStep, params: AutoParams, advise: bool) -> tupl
     while True:
         choice = next(candidates)  # Raises `BudgetError` instead of ending.
         with contextlib.suppress(NothingToSwapError):
-            importer, plan = _carry_out(traced, choice, params.memory_budget)
+            importer, plan = carry_out(traced, choice, params.memory_budget)
             recipe = recipe_of(traced, choice, params.memory_budget)
             store_recipe(traced, params, recipe)
             return importer, amend_plan(plan, recipe=recipe)
@@ -160,7 +155,7 @@ def _stored_plan(traced: TracedStep, params: AutoParams) -> tuple[StepImporter, 
             "Plan again without `plan=`, or allow swaps."
         )
     with contextlib.suppress(NothingToSwapError):
-        importer, plan = _carry_out(traced, choice, params.memory_budget)
+        importer, plan = carry_out(traced, choice, params.memory_budget)
         if is_given:
             _check_saved_plan(plan, params)
             plan = amend_plan(plan, f"plan read from '{os.fspath(params.plan)}', without a search")
@@ -201,8 +196,22 @@ def _unusable_plan(file: str | os.PathLike[str], is_read: bool) -> RewriteError:
     )
 
 
-def _carry_out(traced: TracedStep, choice: BudgetPlan, budget: int | None) -> tuple[StepImporter, Plan]:
-    """Emit the loops and swaps of a choice, and describe them in a plan."""
+def carry_out(traced: TracedStep, choice: BudgetPlan, budget: int | None) -> tuple[StepImporter, Plan]:
+    """Emit the loops and swaps of a choice, describe them in a plan, and write a dump of the passes if requested.
+
+    Args:
+        traced: The step.
+        choice: Tiles and swaps.
+        budget: Bytes, if the choice was made for a budget.
+    """
+    importer, plan = _emitted(traced, choice, budget)
+    folder = write_dump(importer.graph, plan)
+    if folder is not None:
+        save_step(folder, traced, recipe_of(traced, choice, budget))
+    return importer, plan
+
+
+def _emitted(traced: TracedStep, choice: BudgetPlan, budget: int | None) -> tuple[StepImporter, Plan]:
     if choice.files is not None:
         traced = dataclasses.replace(traced, files=choice.files)
     graph, plan = emit_and_describe(traced, choice.plans, choice.left, budget)
@@ -256,9 +265,8 @@ def rewrite_concrete(
         mode = CanonicalMode.EXACT if request.tiles is None else CanonicalMode.TILING
         traced = analyse_step(concrete_fn, record, batch, mode, sizes=sizes)
         require_image_shapes(traced.analysis.graph)
-        traced.excess_bytes = excess_bytes
-        traced.found = stopwatch.found
-        traced.use_rates(machine_rates(_print_to_stderr) if request.has_budget else stored_rates())
+        rates = machine_rates(_print_to_stderr) if request.has_budget else stored_rates()
+        traced = dataclasses.replace(traced, rates=rates, excess_bytes=excess_bytes, found=stopwatch.found)
         if request.has_budget:
             require_batch(traced, batch)
             require_sizes(concrete_fn)

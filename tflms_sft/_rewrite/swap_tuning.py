@@ -11,9 +11,10 @@ from rewriters.errors import BudgetError
 from tflms_sft._machine.calibration import machine_rates
 from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._params.tile_params import AutoParams
+from tflms_sft._planner.plan_description import takes_most
 from tflms_sft._planner.swap_planner import apply_swaps
 from tflms_sft._planner.swap_search import SwapSearch
-from tflms_sft._planner.traced_step import TracedStep, analyse_step, collector_paused, takes_most
+from tflms_sft._planner.traced_step import TracedStep, analyse_step, collector_paused
 from tflms_sft._rewrite.measure import measure
 from tflms_sft._rewrite.rewrite import require_batch, rewrite
 from tflms_sft._trace.step_tracing import batch_of, trace_step
@@ -125,7 +126,7 @@ def _tuned(step: Any, memory_budget: Any, example_args: Any, headroom: float, ba
     with collector_paused():
         traced = analyse_step(concrete_fn, record, batch)
         traced.analysis.require_backward()
-        traced.use_rates(machine_rates())
+        traced = dataclasses.replace(traced, rates=machine_rates())
         require_batch(traced, batch)
         budget = int(auto.resolved(traced.fixed_bytes).memory_budget)
         apply_swaps(traced, traced.analysis.graph, base)  # Raises the errors of `base` before the search.

@@ -86,6 +86,14 @@ class LayerRecord:
             path = path.rpartition("/")[0]
         return None
 
+    def layer_of(self, op: str) -> str:
+        """Return the layer that an op, its forward op, or a scope around it belongs to; empty if there is none."""
+        call, scope = self.call_of(op), op
+        while call is None and scope and not is_autodiff_name(op):  # Inlining puts ops of a call below its name.
+            scope = scope.rpartition("/")[0]
+            call = self.layer_of_op.get(scope)
+        return "" if call is None else call.layer
+
     @functools.cached_property
     def _scopes(self) -> dict[str, LayerCall | None]:
         """Calls by op and by enclosing name scope; `None` for a scope of several calls."""
