@@ -156,7 +156,7 @@ def where_and_when(rewritten, name, count, data=None):
 
     schedule = make(name, 4, count)
     data = [tf.constant(a) for a in data or batches(1)[0]]
-    importer = rewritten.importer
+    importer = rewritten._importer
     way = r"cond/(?:then|else)/_\d+/" if importer.other is not None else ""
     nodes = importer.for_batch(data).graph.nodes.values()
     asked = {n.name: tf_internals.short_device(n.device) for n in nodes if n.device and n.op != "Const"}

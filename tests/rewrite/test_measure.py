@@ -128,7 +128,7 @@ def piped(params, open_batch):
         signature = [tf.TensorSpec((None, *spec.shape[1:])) for spec in specs]
         step = tf.function(step.python_function, input_signature=signature, autograph=False)
     step = tflms_sft.rewrite(step, [params, pipeline], *specs)
-    assert (step.importer.other is not None) == open_batch
+    assert (step._importer.other is not None) == open_batch
     return tflms_sft.measure(step, images, labels)
 
 

@@ -58,7 +58,7 @@ class RewrittenStep:
         self._is_measured = plan.memory_budget is None  # Only a budget is compared.
         self._original = original
         self._variables = tf_internals.living_variables(original)  # The trace holds handles only; `verify` retraces.
-        self.importer = importer
+        self._importer = importer
         self._signature = original.structured_input_signature
         flat = tf.nest.flatten(self._signature)
         self._specs = [spec for spec in flat if isinstance(spec, tf.TypeSpec)]
@@ -93,7 +93,7 @@ class RewrittenStep:
             with workers_watched(), read_errors(), without_gpu_optimizers():
                 return self._run(flat)
         except BaseException as error:
-            self.importer.abandon()
+            self._importer.abandon()
             size_error = planned_size_error(error)
             if size_error is not None:
                 raise size_error from None
@@ -127,7 +127,7 @@ class RewrittenStep:
     @property
     def tiers(self) -> list[Tier]:
         """Destinations of swaps; empty without swaps."""
-        return self.importer.tiers
+        return self._importer.tiers
 
     def __reduce__(self) -> Any:
         """Refuse pickling.

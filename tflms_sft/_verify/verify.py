@@ -253,7 +253,7 @@ def _compare(step: RewrittenStep, arguments: tuple[Any, ...], steps: int) -> Ver
     analysis = GraphAnalysis(read_canonical(original))
     dtype = _coarsest(analysis)
     expected = _expected(dtype, flat)
-    importer = step.importer.for_batch(flat)
+    importer = step._importer.for_batch(flat)
     runs = _Runs(
         step, importer, arguments=arguments, flat=flat, shared=_shared_gradients(original, analysis, importer.graph)
     )
