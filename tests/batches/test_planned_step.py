@@ -1,21 +1,26 @@
 """Tests of trainings whose batches differ in size: each size has a plan of its own."""
 
+import itertools
 import math
+import types
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
-from training import SETTINGS, X, Y, both, budgeted, is_plain, net, same, same_history, tiles
+from training import SETTINGS, X, Y, both, budgeted, is_plain, measure_steps, net, same, same_history, tiles
 
 import tflms_sft
 from tflms_sft._batches.batch_limits import check_batch_shape
-from tflms_sft._batches.planned_step import EXTENSION, MARGIN, PlannedStep, shapes_of
-from tflms_sft._keras import forward_step_patch, peak_watch, train_step_patch
+from tflms_sft._batches.planned_step import EXTENSION, MARGIN, BatchSizes, PlannedStep, shapes_of
+from tflms_sft._batches.size_selector import SizeSelector
+from tflms_sft._keras.step_planner import Excesses, Replanner
+from tflms_sft._params.request import RewriteRequest
 from tflms_sft._planner.traced_step import analyse_step, predict, with_sizes
 from tflms_sft._report.plan_records import Measurement
 from tflms_sft._trace.layer_names import LayerRecord
+from tflms_sft._util.keras_internals import TRAINING
 
 both_plans = pytest.mark.parametrize(("budget", "changed"), [("1GiB", False), ("240KiB", True)])
 
@@ -34,7 +39,7 @@ def cut(rows, start=0, samples=4):
 @both
 def test_images_of_two_sizes_equal_plain(make, capsys, monkeypatch):
     """The third batch is of the first size again, and the last one smaller."""
-    monkeypatch.setattr("tflms_sft._keras.peak_watch.reset_peak", lambda tiers, devices: None)
+    measure_steps(monkeypatch, None)
     batches = [cut(24), cut(18), cut(24, 4), cut(18, 8, 2)]
     model, plain, callback = net(size=None), net(size=None), make(verbose=1)
     got = model.fit(dataset(batches), epochs=2, callbacks=[callback], **SETTINGS)
@@ -119,15 +124,13 @@ def test_padded_texts_that_fit_share_one_plan_for_shorter_ones(capsys):
     assert capsys.readouterr().out.count("nothing rewritten") == 2
 
 
-def test_padded_texts_that_swap_equal_plain(capsys, monkeypatch):
-    monkeypatch.setattr(train_step_patch, "MANY_SIZES", 3)
+def test_padded_texts_that_swap_equal_plain():
     model, plain = reader(), reader()
     callback = tflms_sft.LMS(min_bytes=0, tier="disk")
     batches = texts(16, 9, 16, 21)
     got = model.fit(dataset(batches, TOKENS), callbacks=[callback], **SETTINGS)
     want = plain.fit(dataset(batches, TOKENS), **SETTINGS)
     assert same_history(got, want) and same(model, plain) and callback.plan.swaps
-    assert "batches of 3 sizes so far; each size is traced and planned separately" in capsys.readouterr().out
 
 
 def test_length_counts_in_the_predicted_peak():
@@ -182,26 +185,20 @@ def test_saved_plan_is_for_the_first_size_alone(tmp_path):
     assert same(model, plain)
 
 
-def test_validation_that_is_not_rewritten_is_traced_once_for_all_sizes(monkeypatch):
-    def refuse(*args):
-        raise tflms_sft.RewriteError("a test")
-
-    monkeypatch.setattr(forward_step_patch.ForwardStepPatch, "_rewrite_analysed", refuse)
+def test_validation_that_is_not_rewritten_is_traced_once_for_all_sizes():
+    """The evaluation does not contain the layer that the segment ends at."""
     model, traces = net(size=None), []
-    original = model.test_step
-    model.test_step = lambda data: traces.append(data) or original(data)
+    model.test_step = lambda data: traces.append(data) or {"mean": tf.reduce_mean(model.layers[1](data[0]))}
     sizes = [cut(rows) for rows in (24, 18, 20, 22)]
-    model.fit(dataset([cut(24)]), validation_data=dataset(sizes), epochs=2, callbacks=[budgeted(verbose=1)], **SETTINGS)
-    assert len(traces) < len(sizes)
+    callback = tiles(segments=[tflms_sft.SegmentSpec("photo", "pool0")])
+    model.fit(dataset([cut(24)]), validation_data=dataset(sizes), epochs=2, callbacks=[callback], **SETTINGS)
+    assert callback.evaluate_plan is None and len(traces) < len(sizes)
 
 
 def test_measured_peak_of_each_step_includes_its_batch(monkeypatch):
     """The callback fetches each batch of open size before its step."""
     counted = []
-    monkeypatch.setattr(peak_watch, "reset_peak", lambda tiers, devices: 0)
-    monkeypatch.setattr(
-        peak_watch, "read_peak", lambda in_use, step_bytes, tiers, devices: counted.append(list(step_bytes))
-    )
+    measure_steps(monkeypatch, lambda step_bytes: counted.append(list(step_bytes)) or 1)
     net(size=None).fit(dataset([cut(24), cut(24, 4), cut(18)]), callbacks=[budgeted()], **SETTINGS)
     assert [4 * rows * 24 * 3 * 8 in sizes for rows, sizes in zip((24, 24, 18), counted, strict=True)] == [True] * 3
 
@@ -214,14 +211,20 @@ def test_second_size_over_budget_raises_and_restores():
     assert "This batch of 4x960x24x3 follows batches of other sizes" in str(error.value)
 
 
-@pytest.mark.filterwarnings("ignore:Your input ran out of data")
-def test_end_of_data_is_found_by_the_step(monkeypatch):
+def test_selector_has_a_step_for_each_size_and_lets_the_step_find_the_end_of_data():
     """Plain training, too, calls the step once more: TensorFlow may count an iteration of the optimizer then."""
-    calls, run = [], PlannedStep.run
-    monkeypatch.setattr(PlannedStep, "run", lambda self, batches: calls.append(type(batches)) or run(self, batches))
-    data = tf.data.Dataset.from_generator(lambda: iter([cut(24), cut(18)]), output_signature=IMAGES)
-    net(size=None).fit(data, callbacks=[budgeted()], **SETTINGS)
-    assert [issubclass(kind, tf.data.Iterator) for kind in calls] == [False, False, True]
+    told, functions = [], itertools.count()
+    sizes = SizeSelector(net(), RewriteRequest(), lambda: next(functions), tell=told.append, many=2)
+    data, steps = iter(dataset([cut(24), cut(18), cut(24)])), []
+    for _ in range(3):
+        batches, peeked = sizes.take(data)
+        assert batches is peeked
+        steps.append(sizes.current)
+    assert steps[0] is steps[2] is not steps[1] and sizes.steps == steps[:2] and next(functions) == 1
+    assert steps[1].sizes.has_margin and not steps[0].sizes.has_margin
+    (line,) = told
+    assert "batches of 2 sizes so far; each size is traced and planned separately" in line
+    assert sizes.take(data) == (data, None)
 
 
 def test_several_steps_per_execution_of_two_sizes_are_refused():
@@ -246,38 +249,43 @@ def test_step_that_is_traced_again_between_sizes_equals_plain():
     assert same_history(got, plain.fit(dataset(batches), **SETTINGS)) and same(model, plain)
 
 
-@pytest.mark.parametrize("excess", [{0: 1.02}, {0: 1.02, 1: 1.03}])
-def test_excess_of_one_size_leaves_the_plans_of_others(excess):
-    """Only the size whose later step needed more than its budget is planned again, corrected by its own peak."""
-    model, plain, callback, plans = net(size=None), net(size=None), budgeted(), []
-    excesses = []
-    batches = [cut(24), cut(18)]
-
-    class Exceed(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            plans.append(callback._patch.plan)
-            excesses.append(callback._patch._excess_bytes)
-
-        def on_epoch_end(self, epoch, logs=None):
-            if epoch == 0:
-                for number, factor in excess.items():
-                    planned = callback._patch._planned[number]
-                    planned.excess = Measurement(int(factor * planned.plan.predicted.peak_bytes), "a test")
-
-    got = model.fit(dataset(batches), epochs=2, callbacks=[callback, Exceed()], **SETTINGS)
+def test_excess_of_one_size_leaves_the_plans_of_others(monkeypatch):
+    """Only the size whose later step needed more than its budget is planned again."""
+    peaks = itertools.chain([600, 500, 750], itertools.repeat(600))
+    measure_steps(monkeypatch, lambda step_bytes: next(peaks) * 2**10)
+    model, plain, callback, plans = net(size=None), net(size=None), budgeted(verbose=1), []
+    look = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: plans.append(callback.plan))
+    batches = [cut(24), cut(18), cut(24, 4)]
+    got = model.fit(dataset(batches), epochs=2, callbacks=[callback, look], **SETTINGS)
     want = plain.fit(dataset(batches), epochs=2, **SETTINGS)
-    assert plans[2] is not plans[0] and (plans[3] is plans[1]) == (1 not in excess)
-    peaks = [plan.predicted.peak_bytes for plan in plans]
-    measured = {number: int(factor * peaks[number]) - peaks[number] for number, factor in excess.items()}
-    assert excesses == [0, 0, measured[0], measured.get(1, measured[0])]
+    first, small, *_, last = plans
+    assert small is not first is not last
     assert same_history(got, want) and same(model, plain)
+
+
+@pytest.mark.parametrize("excess", [{0: 20}, {0: 20, 1: 30}])
+def test_each_size_is_corrected_by_its_own_peak(excess):
+    """A size that has kept to its budget is corrected by the latest peak of the model."""
+    model, functions = net(), itertools.count()
+    steps = [PlannedStep(lambda: next(functions)) for _ in range(2)]
+    replanner = Replanner(model, TRAINING, Excesses(), has_epochs=True, is_used=bool, say=print)
+    for number, step in enumerate(steps):
+        plan = types.SimpleNamespace(memory_budget=1000, predicted=types.SimpleNamespace(peak_bytes=1000))
+        step.settle(plan, None, [])
+        peak = 1000 + excess.get(number, 0)
+        replanner.check_later_run(step, plan, Measurement(peak, "a test"))
+    for _ in range(2):
+        replanner.plan_again(steps)
+    assert [step.plan is None for step in steps] == [number in excess for number in (0, 1)]
+    assert [replanner.excess_bytes(step) for step in steps] == [20, excess.get(1, 20)]
+    assert next(functions) == len(excess)
 
 
 def planned(shapes, is_open):
     class Plan:
         batch = 4
 
-    return PlannedStep(shapes, plan=Plan(), is_open=is_open, batch_limit=object())
+    return PlannedStep(print, BatchSizes(shapes), plan=Plan(), is_open=is_open, batch_limit=object())
 
 
 def test_planned_step_holds_for_fewer_samples():
@@ -380,23 +388,22 @@ def test_swaps_hold_for_smaller_leading_sizes_and_are_planned_again_for_larger_o
 
 
 def test_limit_of_a_larger_batch_and_margin_are_for_the_sizes_of_the_first_one():
-    step = PlannedStep([(4, 8, 8, 3), (4, 10), (30, 2)], has_margin=True)
-    step.use_limit(8)
-    assert list(step.leading_limits) == [8, 8, math.ceil(30 * MARGIN)]
-    assert step.drop_margin() and list(step.leading_limits) == [4, 4, 30] and not step.drop_margin()
-    step.use_limit(8)
-    assert list(step.leading_limits) == [8, 8, 30]
+    sizes = BatchSizes([(4, 8, 8, 3), (4, 10), (30, 2)], has_margin=True)
+    sizes.raise_batch(8)
+    assert list(sizes.leading_limits) == [8, 8, math.ceil(30 * MARGIN)]
+    assert sizes.drop_margin() and list(sizes.leading_limits) == [4, 4, 30] and not sizes.drop_margin()
+    sizes.raise_batch(8)
+    assert list(sizes.leading_limits) == [8, 8, 30]
 
 
 def test_plan_after_an_excess_is_for_sizes_that_were_seen():
     """An extended step holds for more than it has seen."""
-    step = PlannedStep([(30, 2), (4,)])
-    step.plan, step.arguments = type("OriginalStep", (), {"changed": False}), [0, 1]
-    step.batch_limit = type("Limit", (), {"fits": staticmethod(lambda sizes: True)})
+    plan, limit = types.SimpleNamespace(changed=False), types.SimpleNamespace(fits=lambda sizes: True)
+    step = PlannedStep(print, BatchSizes([(30, 2), (4,)], arguments=[0, 1]), plan=plan, batch_limit=limit)
     assert step.extend([(50, 2), (3,)])
-    assert list(step.leading_limits) == [50 * EXTENSION, 4]
-    step.discard()
-    assert list(step.leading_limits) == [50, 4]
+    assert list(step.sizes.leading_limits) == [50 * EXTENSION, 4]
+    step.plan_again()
+    assert list(step.sizes.leading_limits) == [50, 4]
 
 
 def test_step_for_equal_sizes_has_no_estimates_of_unlike_sizes():

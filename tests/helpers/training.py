@@ -1,11 +1,13 @@
 """Trains a small classifier with and without a callback, and compares the results."""
 
+import types
+
 import keras
 import numpy as np
 import pytest
 from keras import layers
 
-from tflms_sft import SFT, MemoryBudget
+from tflms_sft import SFT, Measurement, MemoryBudget
 
 X = np.random.default_rng(0).normal(size=(10, 24, 24, 3))
 Y = np.arange(10) % 3
@@ -76,6 +78,22 @@ def is_plain(model):
     return not any("tflms" in name for name in model.__dict__) and not (
         replaced & set(model.__dict__) or "StepPatch" in repr(functions)
     )
+
+
+def measure_steps(monkeypatch, peak, earlier=0):
+    """Replace the memory statistics of the device.
+
+    Args:
+        monkeypatch: The fixture.
+        peak: Returns the peak of a step from the sizes of its own tensors; `None` for a device without statistics.
+        earlier: Peak before the first step.
+    """
+    statistics = types.SimpleNamespace(
+        earlier_peak=lambda devices: earlier,
+        reset_peak=lambda tiers, devices: None if peak is None else 0,
+        read_peak=lambda in_use, step_bytes, tiers, devices: Measurement(peak(step_bytes), "a test"),
+    )
+    monkeypatch.setattr("tflms_sft._keras.measured_run.peak_statistics", statistics)
 
 
 def fitted(callback, fit, **compiled):

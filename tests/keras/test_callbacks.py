@@ -1,5 +1,6 @@
 """Tests that `SFT` and `MemoryBudget` in `fit`, and `budget` around loops, equal plain training."""
 
+import collections
 import copy
 import pickle
 import re
@@ -19,6 +20,7 @@ from training import (
     each_slowly,
     fitted,
     is_plain,
+    measure_steps,
     net,
     same,
     same_history,
@@ -27,6 +29,8 @@ from training import (
 
 import tflms_sft
 from tflms_sft import SFT, BudgetError, MemoryBudget, SegmentSpec
+from tflms_sft._keras import step_planner
+from tflms_sft._planner.traced_step import TracedStep
 
 # The same results as plain training ------------------------------------------------------------------------
 
@@ -247,7 +251,7 @@ def test_budget_infeasible_raises_in_first_step():
 
 
 def test_verbose_prints_plan_and_peak(capsys, monkeypatch):
-    monkeypatch.setattr("tflms_sft._keras.peak_watch.reset_peak", lambda tiers, devices: None)
+    measure_steps(monkeypatch, None)
     callback = SFT((2, 3))
     net().fit(X, Y, batch_size=4, epochs=2, callbacks=[callback], **SETTINGS)
     start, peak = capsys.readouterr().out.splitlines()
@@ -261,14 +265,7 @@ def test_verbose_prints_plan_and_peak(capsys, monkeypatch):
 def measured_peaks(monkeypatch):
     """Replace the measured peaks of the next steps; the last one is that of all further steps."""
     peaks = []
-    monkeypatch.setattr("tflms_sft._keras.peak_watch.reset_peak", lambda tiers, devices: 0)
-    monkeypatch.setattr("tflms_sft._keras.peak_watch.earlier_peak", lambda devices: 0)
-    monkeypatch.setattr(
-        "tflms_sft._keras.peak_watch.read_peak",
-        lambda in_use, own, tiers, devices: tflms_sft.Measurement(
-            peaks.pop(0) if len(peaks) > 1 else peaks[0], "a test"
-        ),
-    )
+    measure_steps(monkeypatch, lambda step_bytes: peaks.pop(0) if len(peaks) > 1 else peaks[0])
     return peaks
 
 
@@ -308,6 +305,33 @@ def test_step_over_budget_is_planned_again(capsys, measured_peaks):
     lines = [line for line in capsys.readouterr().out.splitlines() if "measured peak" in line]
     assert lines[0].endswith("OVER the budget of 700 KiB: planning again with the measured peak")
     assert len(lines) == 2 and "OVER" not in lines[1]
+
+
+def test_second_plan_keeps_trace_analysis_and_estimates(measured_peaks, monkeypatch):
+    counts = collections.Counter()
+
+    def counted(function):
+        def count(*args, **kwargs):
+            counts[function.__name__] += 1
+            return function(*args, **kwargs)
+
+        return count
+
+    def once(traced, name, compute, computed=TracedStep.once):
+        counts[name] += name not in traced.models.parts
+        return computed(traced, name, compute)
+
+    monkeypatch.setattr(step_planner, "trace_keras_step", counted(step_planner.trace_keras_step))
+    monkeypatch.setattr(step_planner, "analyse_step", counted(step_planner.analyse_step))
+    monkeypatch.setattr(step_planner, "rewrite_traced", counted(step_planner.rewrite_traced))
+    monkeypatch.setattr(TracedStep, "once", once)
+    measured_peaks += [750 * 2**10, 600 * 2**10]
+    callback = MemoryBudget(BUDGET)
+    fitted(callback, lambda m, c: m.fit(X, Y, batch_size=4, epochs=2, **SETTINGS, callbacks=c))
+    assert callback.plan.measured.peak_bytes == 600 * 2**10
+    assert counts.pop("rewrite_traced") == 2
+    assert {"trace_keras_step", "analyse_step", "search", "costs", "plain", "seconds"} <= counts.keys()
+    assert set(counts.values()) == {1}
 
 
 def test_later_step_over_budget_is_said_once_and_next_epoch_is_planned_again(capsys, measured_peaks):
@@ -351,15 +375,13 @@ def test_later_step_over_budget_without_epochs_gives_a_remedy(capsys, measured_p
     assert lines == ["tflms-sft: a later step used 750 KiB, more than its budget of 700 KiB; pass a larger `headroom`."]
 
 
-@pytest.fixture(params=[0, 2**30], ids=["fresh", "used"])
-def is_used(request, monkeypatch):
-    """Give the process an earlier peak, or none."""
-    monkeypatch.setattr("tflms_sft._keras.peak_watch.earlier_peak", lambda devices: request.param)
-    return bool(request.param)
+earlier_work = pytest.mark.parametrize("is_used", [False, True], ids=["fresh", "used"])
 
 
-def test_step_over_budget_twice_raises(measured_peaks, is_used):
-    measured_peaks += [750 * 2**10, 720 * 2**10]
+@earlier_work
+def test_step_over_budget_twice_raises(monkeypatch, is_used):
+    peaks = iter([750 * 2**10, 720 * 2**10])
+    measure_steps(monkeypatch, lambda step_bytes: next(peaks), earlier=is_used * 2**30)
     model = net()
     with pytest.raises(BudgetError, match="exceeds `memory_budget`, although .* measured 720 KiB") as caught:
         model.fit(X, Y, batch_size=4, epochs=2, callbacks=[MemoryBudget(BUDGET)], **SETTINGS)
@@ -371,16 +393,18 @@ def test_step_over_budget_twice_raises(measured_peaks, is_used):
     assert bool(re.search(told, str(caught.value))) == is_used
 
 
-def test_replanning_infeasible_raises_with_measured_excess(measured_peaks, is_used):
-    measured_peaks.append(7 * 2**20)
+@earlier_work
+def test_replanning_infeasible_raises_with_measured_excess(monkeypatch, is_used):
+    peak = 7 * 2**20
+    measure_steps(monkeypatch, lambda step_bytes: peak, earlier=is_used * 2**30)
     with pytest.raises(BudgetError, match=r"An earlier plan took 6\.[0-9]+ MiB more than predicted\.") as caught:
         net().fit(X, Y, batch_size=4, epochs=2, callbacks=[MemoryBudget(BUDGET)], **SETTINGS)
     assert ("more fragmented: train in a fresh process. More `headroom` does not help" in str(caught.value)) == is_used
-    measured_peaks[:] = [600 * 2**10]
+    peak = 600 * 2**10
     callback = MemoryBudget(int(1.001 * caught.value.smallest_bytes))
     net().fit(X, Y, batch_size=4, epochs=2, callbacks=[callback], **SETTINGS)
     assert not callback.plan.changed, "the number is at most what the original step needs"
-    measured_peaks[:] = [7 * 2**20]
+    peak = 7 * 2**20
     with pytest.raises(BudgetError) as caught:  # Now it is the original step that took more.
         net().fit(X, Y, batch_size=4, epochs=2, callbacks=[callback], **SETTINGS)
     assert caught.value.smallest_bytes > 6 * 2**20

@@ -8,12 +8,10 @@ import pytest
 import tensorflow as tf
 from keras import layers
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer as Trainer
-from training import SETTINGS, X, Y, is_plain
+from training import SETTINGS, X, Y, is_plain, measure_steps
 
 import tflms_sft
 from tflms_sft import SFT, BudgetError, MemoryBudget, RewriteError
-from tflms_sft._keras import peak_watch
-from tflms_sft._report.plan_records import Measurement
 
 pytestmark = pytest.mark.filterwarnings("ignore:`build..` was called on layer")
 
@@ -270,10 +268,7 @@ def test_fit_eager_model_within_budget_trains_plain_with_notice(capsys):
 
 
 def test_fit_eager_model_above_budget_raises(monkeypatch):
-    monkeypatch.setattr(peak_watch, "reset_peak", lambda tiers, devices: 0)
-    monkeypatch.setattr(
-        peak_watch, "read_peak", lambda in_use, step_bytes, tiers, devices: Measurement(3 * 2**20, "test")
-    )
+    measure_steps(monkeypatch, lambda step_bytes: 3 * 2**20)
     fit(compiled(sequential, run_eagerly=True), MemoryBudget("3MiB", verbose=0))
     with pytest.raises(BudgetError, match="The first step used 3.00 MiB, .* Received: memory_budget=2.00 MiB. Model"):
         fit(compiled(sequential, run_eagerly=True), MemoryBudget("2MiB", verbose=0))

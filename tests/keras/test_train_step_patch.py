@@ -2,7 +2,9 @@
 
 import copy
 import gc
+import itertools
 import pickle
+import weakref
 
 import keras
 import numpy as np
@@ -18,6 +20,7 @@ from training import (
     budgeted,
     each_slowly,
     is_plain,
+    measure_steps,
     net,
     same,
     same_history,
@@ -28,7 +31,8 @@ from training import (
 import tflms_sft
 from tflms_sft import SFT, BudgetError, MemoryBudget, RewriteError, SegmentError, SegmentSpec
 from tflms_sft._batches import batch_limits
-from tflms_sft._keras.train_step_patch import StepPatch
+from tflms_sft._keras.step_planner import Excesses
+from tflms_sft._util.keras_internals import PREDICTION, TRAINING
 
 # One training after another -------------------------------------------------------------------------------
 
@@ -314,19 +318,53 @@ def test_excess_is_forgotten_with_its_model():
     """Cross-validation trains new models with one callback, and Python reuses the addresses of old ones."""
 
     class Model:
-        """Stands for a model: a patch that is not installed holds it, and reads nothing of it."""
+        """Stands for a model, of which nothing is read."""
 
-    def patch(model, callback):
-        unused = {"on_plan": print, "on_measured": print}
-        return StepPatch(model, callback._request, **unused, **callback._patch_options())
-
-    model, callback = Model(), tiles()
-    patch(model, callback)._correct(1500)
-    assert patch(model, callback)._excess_bytes == 1500
-    assert patch(Model(), callback)._excess_bytes == 0
+    model, excesses = Model(), Excesses()
+    excesses.set(model, TRAINING, 1500)
+    assert excesses.of(model, TRAINING) == 1500
+    assert excesses.of(model, PREDICTION) == excesses.of(Model(), TRAINING) == 0
+    reference = weakref.ref(model)
     del model
     gc.collect()
-    assert not callback._patch_options()["excesses"]._by_model
+    assert reference() is None
+
+
+def test_error_while_a_later_plan_is_traced_restores_model(monkeypatch):
+    """Keras calls no callback after an error in another one."""
+    peaks, model, forced = iter([600 * 2**10, 750 * 2**10]), net(), []
+    measure_steps(monkeypatch, lambda step_bytes: next(peaks))
+    make = model.make_train_function
+
+    def fail(force=False):
+        forced.append(force)
+        if forced.count(True) > 1:
+            raise OSError("no function today")
+        make(force)
+
+    object.__setattr__(model, "make_train_function", fail)
+    with pytest.raises(OSError, match="no function today"):
+        model.fit(X[:8], Y[:8], batch_size=4, epochs=2, callbacks=[budgeted(verbose=1)], **SETTINGS)
+    object.__delattr__(model, "make_train_function")
+    assert is_plain(model)
+
+
+def test_training_inside_callback_before_a_new_plan_equals_original(monkeypatch):
+    """The plan after an excess is traced from the rewritten step, which the training inside has removed."""
+
+    class TrainsBetweenEpochs(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.train_on_batch(X[:4], Y[:4])
+
+    peaks = itertools.chain([600 * 2**10, 750 * 2**10], itertools.repeat(600 * 2**10))
+    measure_steps(monkeypatch, lambda step_bytes: next(peaks))
+    model, plain, callback, plans = net(), net(), budgeted(verbose=1), []
+    look = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: plans.append(callback.plan))
+    for each, callbacks in ((model, [callback, look]), (plain, [])):
+        callbacks.append(TrainsBetweenEpochs())
+        each.fit(X[:8], Y[:8], batch_size=4, epochs=2, callbacks=callbacks, **SETTINGS)
+    assert plans[1] is plans[0] is not plans[2] is plans[3] and plans[2].changed
+    assert same(model, plain)
 
 
 def test_batch_limit_partial_batch_in_custom_loop_runs():

@@ -6,6 +6,7 @@ import inspect
 import re
 from pathlib import Path
 
+import keras
 import pytest
 
 import tflms_sft
@@ -136,6 +137,40 @@ def test_compiler_never_imports_tflms_sft():
 def test_private_tensorflow_imports_are_in_one_module():
     assert files_that_import("tensorflow.python") == {"rewriters/ir/tf_internals.py"}
     assert files_that_import("keras.src") == set()
+
+
+def definitions_and_reads(path):
+    """Return the names that a file defines, and those that it reads, each with whether an object reads its own."""
+    defined, read = set(), set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            defined.add(node.name)
+        elif isinstance(node, ast.AnnAssign):
+            defined.add(ast.unparse(node.target).removeprefix("self."))
+        elif isinstance(node, ast.Constant):
+            read.add((node.value, False))
+        elif isinstance(node, ast.Attribute):
+            is_own = ast.unparse(node.value) in ("self", "cls", "super()")
+            defined |= {node.attr} if is_own and isinstance(node.ctx, ast.Store) else set()
+            read.add((node.attr, is_own))
+    return defined, read
+
+
+def test_private_keras_attributes_are_in_one_module():
+    """A private name that Keras uses belongs to the project in files that define it, and in their subclasses."""
+    sources = [p for p in Path(keras.__file__).parent.joinpath("src").rglob("*.py") if "_test" not in p.name]
+    private = set(re.findall(r"(?<=[.\"'])_[a-z]\w*|(?<=def )_[a-z]\w*", "".join(p.read_text() for p in sources)))
+    private.remove("_fields")  # Of a named tuple of Python.
+    names = {str(path.relative_to(ROOT)): definitions_and_reads(path) for path in FILES}
+    every = set.union(*(defined for defined, _ in names.values()))
+    users = {
+        (path, name)
+        for path, (defined, read) in names.items()
+        for name, is_own in read
+        if name in private and name not in (every if is_own else defined)
+    }
+    assert ("tflms_sft/_util/keras_internals.py", "_flatten_layers") in users
+    assert {path for path, _ in users} == {"tflms_sft/_util/keras_internals.py"}
 
 
 def test_imports_are_installed_requirements():

@@ -6,7 +6,7 @@ import sys
 import keras
 import pytest
 import tensorflow as tf
-from training import BUDGET, SETTINGS, X, Y, budgeted, net, tiles
+from training import BUDGET, SETTINGS, X, Y, budgeted, measure_steps, net, tiles
 
 import tflms_sft
 from tflms_sft._report import tensorboard
@@ -20,10 +20,7 @@ SCALARS = {"memory/predicted_peak_bytes", "memory/budget_bytes", "memory/swapped
 def statistics(monkeypatch):
     """Simulate a device with statistics: 1000 bytes more in each epoch."""
     peaks = iter(range(1000, 10**6, 1000))
-    monkeypatch.setattr("tflms_sft._keras.peak_watch.reset_peak", lambda tiers, devices: next(peaks))
-    monkeypatch.setattr(
-        "tflms_sft._keras.peak_watch.read_peak", lambda in_use, own, tiers, devices: Measurement(in_use, "a test")
-    )
+    measure_steps(monkeypatch, lambda step_bytes: next(peaks))
 
 
 def read(run):

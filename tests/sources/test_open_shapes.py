@@ -220,7 +220,7 @@ def test_batches_of_several_sizes_alternate(files):
     model = make_model()
     with tflms_sft.budget(model, 700_000, verbose=0) as budget:
         assert [model.train_on_batch(*batch)[0] for batch in batches] == pytest.approx(losses, rel=TOLERANCE)
-        assert budget.plan.segments and len(budget._planned) == 1
+        assert budget.plan.segments and len(budget.sizes.steps) == 1
 
 
 def test_step_that_fits_is_traced_once(files):

@@ -28,6 +28,7 @@ from tflms_sft._report.plan import Plan
 from tflms_sft._rewrite.rewrite import rewrite_traced
 from tflms_sft._trace.step_tracing import trace_step
 from tflms_sft._util.byte_sizes import format_bytes
+from tflms_sft._util.keras_internals import build_for_batch, origin_of
 from tflms_sft._util.text import shortened
 
 __all__: list[str] = []
@@ -192,11 +193,9 @@ def _fitting_loss(model: Any) -> tuple[Any, str]:
 
 
 def _activation(output: Any) -> str:
-    history: Any = getattr(output, "_keras_history", None)
-    layer = getattr(history, "operation", None)
+    layer, position = origin_of(output)
     while isinstance(layer, keras.Model) and getattr(layer, "outputs", None):  # A nested model.
-        history = layer.outputs[history.tensor_index]._keras_history
-        layer = history.operation
+        layer, position = origin_of(layer.outputs[position])
     if isinstance(layer, keras.layers.Softmax):
         return "softmax"
     return getattr(getattr(layer, "activation", None), "__name__", "")
@@ -302,7 +301,7 @@ def trace(model: Any, why: str, images: Any, options: argparse.Namespace) -> Pla
     failures = []
     for targets in _targets(model, outputs, options):
         try:
-            model._symbolic_build(data_batch=(images, targets))  # `fit` does so, too; it saves a second trace.
+            build_for_batch(model, (images, targets))  # `fit` does so, too; it saves a second trace.
             check_model(model)
             step = tf.function(lambda x, y: model.train_step((x, y)), autograph=False)
             concrete_fn, record = trace_step(step, (images, targets), {})
@@ -418,7 +417,7 @@ def _input_names(model: Any) -> list[str]:
 
 def _name(tensor: Any) -> str:
     """Return the name of an input's layer in `model.summary()`. The tensor itself may have a numbered name."""
-    return getattr(getattr(tensor, "_keras_history", None), "operation", tensor).name
+    return (origin_of(tensor)[0] or tensor).name
 
 
 def _listed(images: Any) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from tflms_sft._image_tiles.sample_tiling import AxisTiling, SampleTile, sample_tiling
+from tflms_sft._util.keras_internals import has_mask
 from tflms_sft._util.text import shortened
 
 __all__: list[str] = []
@@ -246,7 +247,7 @@ def _check_loss(model: Any, labels: Any, pixels: tuple[int, ...], loss_reduction
     import keras
 
     losses = keras.tree.flatten(model.loss) if getattr(model, "compiled", False) else []
-    if losses and loss_reduction == "mean" and _has_mask(model.outputs[0]):
+    if losses and loss_reduction == "mean" and has_mask(model.outputs[0]):
         _refuse_masks("a model whose result has a mask, such as that of a layer `Masking`")
     if len(losses) != 1 or losses[0] in ("crossentropy", "ce"):  # Keras chooses these by the labels.
         return
@@ -290,13 +291,8 @@ def _values_of(loss: Any, labels: tuple[int, ...], results: tuple[int, ...]) -> 
 
     def values(*arguments: Any) -> Any:
         result = getattr(loss, "call", loss)(*arguments)
-        masked.append(_has_mask(result))
+        masked.append(has_mask(result))
         return result
 
     function = tf.function(values, autograph=False)
     return tuple(function.get_concrete_function(*arguments).output_shapes), any(masked)
-
-
-def _has_mask(value: Any) -> bool:
-    """Return whether a tensor has a Keras mask."""
-    return getattr(value, "_keras_mask", None) is not None

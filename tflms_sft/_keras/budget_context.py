@@ -79,7 +79,7 @@ def budget(
         say=say if verbose else None,
     )
     try:
-        patch.install()
+        patch.installer.install()
         yield patch
     finally:
-        patch.restore()
+        patch.installer.restore()

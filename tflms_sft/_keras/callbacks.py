@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tflms_sft._cluster.backup_guard import BackupGuard, guard_backups
 from tflms_sft._cluster.worker_watch import check_workers, refuse_lost
-from tflms_sft._keras.backup_guard import BackupGuard, guard_backups
 from tflms_sft._keras.rewriting_callback import RewritingCallback
 from tflms_sft._params.pipeline_params import PipelineParams
 from tflms_sft._params.swap_params import SwapParams

@@ -15,9 +15,6 @@ from tflms_sft._util.byte_sizes import format_bytes, format_excess
 MIN_COUNTED_FRACTION = 0.5
 """Measured peak, over the predicted one, below which a line names the smallest tensors that the device counts."""
 
-MANY_SIZES = 5
-"""Number of sizes of batches from which on a line names the time that planning each of them takes."""
-
 NO_SMALLER_PLAN = "tflms-sft: no plan has a smaller peak; training continues with the present plan."
 """Line after a later step above the budget, if no plan fits by its peak."""
 
@@ -54,14 +51,6 @@ def later_excess_line(plan: Plan, measured: Measurement, *, has_epochs: bool) ->
     used, budget = format_excess(measured.peak_bytes, plan.memory_budget or 0)
     remedy = "the next epoch is planned again with this peak" if has_epochs else "pass a larger `headroom`"
     return f"tflms-sft: a later step used {used}, more than its budget of {budget}; {remedy}."
-
-
-def many_sizes_line(number: int) -> str:
-    """Return the line for a training whose batches have so many sizes."""
-    return (
-        f"tflms-sft: batches of {number} sizes so far; each size is traced and planned separately, which takes time. "
-        "Resize or pad batches to fewer sizes, or let the largest batch be the first."
-    )
 
 
 def over_budget_error(plan: Plan, *, is_used: bool) -> BudgetError:

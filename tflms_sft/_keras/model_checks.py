@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from rewriters.errors import RewriteError
 from tflms_sft._trace.step_tracing import reason_without_graph
+from tflms_sft._util.keras_internals import layers_of
 from tflms_sft._util.requirements import check_backend
 
 __all__: list[str] = []
@@ -59,7 +60,7 @@ def build_optimizer(model: Any) -> None:
     does a step that builds layers, such as those of a recurrent cell, when it is traced for the first time.
     """
     has_own_step = type(model).train_step is not keras.Model.train_step
-    is_complete = model.built and all(layer.built for layer in model._flatten_layers())
+    is_complete = model.built and all(layer.built for layer in layers_of(model))
     if is_complete and not has_own_step and model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
 

@@ -10,19 +10,17 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tflms_sft._keras.eager_training import EagerTraining
 from tflms_sft._keras.forward_step_patch import (
     CALLED,
-    EVALUATION,
-    PREDICTION,
     VALIDATION,
     ForwardStepPatch,
     forward_request,
     reason_not_rewritten,
 )
+from tflms_sft._keras.measured_run import EagerTraining
 from tflms_sft._keras.messages import forward_line, forward_over_budget_line, peak_line, start_line
 from tflms_sft._keras.model_checks import check_trainer, reason_runs_eagerly
-from tflms_sft._keras.step_kinds import TRAINING, Excesses, StepKind
+from tflms_sft._keras.step_planner import Excesses
 from tflms_sft._keras.train_step_patch import StepPatch
 from tflms_sft._params.request import parse_request
 from tflms_sft._params.tile_params import AutoParams
@@ -30,6 +28,7 @@ from tflms_sft._report.plan import Plan
 from tflms_sft._report.plan_records import Measurement
 from tflms_sft._report.tensorboard import TrainingLog, checked_log_dir, tensorboard_of_this_fit
 from tflms_sft._rewrite.trained import Trained
+from tflms_sft._util.keras_internals import EVALUATION, PREDICTION, TRAINING, StepKind
 
 
 class RewritingCallback(keras.callbacks.Callback):
@@ -94,7 +93,7 @@ class RewritingCallback(keras.callbacks.Callback):
             on_measured=self._on_measured,
             **self._patch_options(),
         )
-        self._patch.install()
+        self._patch.installer.install()
         log = TrainingLog(self._log_dir, tensorboard_of_this_fit())
         self._log = log if log.active else None
 
@@ -127,7 +126,7 @@ class RewritingCallback(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Install the patch again if another callback ran a training of its own."""
         if self._patch is not None:
-            self._patch.resume()
+            self._patch.installer.resume()
         if self._log is not None:
             self._log.batch_begins()
         if self._eager is not None:
@@ -152,7 +151,7 @@ class RewritingCallback(keras.callbacks.Callback):
             self._log.close()
             self._log = None
         if self._patch is not None:
-            self._patch.restore()
+            self._patch.installer.restore()
             self._patch = None  # Frees the graph.
         self._eager = None
         self._forward_patches.clear()
@@ -182,35 +181,37 @@ class RewritingCallback(keras.callbacks.Callback):
         self._end_forward(PREDICTION)
 
     def _begin_forward(self, kind: StepKind) -> None:
-        within_fit = self._patch is not None and self._patch.is_installed
+        within_fit = self._patch is not None and self._patch.installer.is_installed
         reason = reason_not_rewritten(self.model, self._request)
         request = forward_request(self._request)
         if reason or request is None:
             self._forward_patches.pop(kind, None)
             self._announce_not_rewritten(VALIDATION if within_fit else CALLED[kind], reason)
             return
-        if not within_fit or kind not in self._forward_patches:
-            self._forward_plans[kind] = None
-            self._forward_patches[kind] = ForwardStepPatch(
-                self.model,
-                request,
-                kind=kind,
-                within_fit=within_fit,
-                on_failure=self._remove_patches,
-                print_line=self._print,
-                on_plan=lambda plan: self._on_forward_plan(kind, plan),
-                on_measured=lambda plan: self._on_forward_measured(kind, plan),
-                **self._patch_options(),
-            )
-        self._forward_patches[kind].begin()
+        if within_fit and kind in self._forward_patches:  # A `fit` validates after every epoch.
+            self._resume_forward(kind)
+            return
+        self._forward_plans[kind] = None
+        self._forward_patches[kind] = ForwardStepPatch(
+            self.model,
+            request,
+            kind,
+            within_fit=within_fit,
+            on_failure=self._remove_patches,
+            print_line=self._print,
+            on_plan=lambda plan: self._on_forward_plan(kind, plan),
+            on_measured=lambda plan: self._on_forward_measured(kind, plan),
+            **self._patch_options(),
+        )
+        self._forward_patches[kind].installer.install()
 
     def _resume_forward(self, kind: StepKind) -> None:
         if kind in self._forward_patches:
-            self._forward_patches[kind].resume()
+            self._forward_patches[kind].installer.resume()
 
     def _end_forward(self, kind: StepKind) -> None:
         if kind in self._forward_patches:
-            self._forward_patches[kind].restore()
+            self._forward_patches[kind].installer.restore()
             if self._patch is None:
                 del self._forward_patches[kind]
 
@@ -218,14 +219,14 @@ class RewritingCallback(keras.callbacks.Callback):
         """Restore the model after a failed step, because Keras calls no callback then."""
         for patch in (*self._forward_patches.values(), self._patch):
             if patch is not None:
-                patch.restore()
+                patch.installer.restore()
         self._forward_patches.clear()
         self._patch = self._eager = None
 
     def _on_forward_plan(self, kind: StepKind, plan: Plan) -> None:
         self._forward_plans[kind] = plan
         forward = self._forward_patches[kind]
-        self._print(forward_line(forward.called, plan, is_jit_off=forward.has_disabled_jit))
+        self._print(forward_line(forward.called, plan, is_jit_off=forward.installer.has_disabled_jit))
 
     def _on_forward_measured(self, kind: StepKind, plan: Plan) -> None:
         self._forward_plans[kind] = plan
@@ -275,7 +276,7 @@ def trained_by(callback: Any, model: Any) -> Trained | None:
 
 def training_line(patch: StepPatch, plan: Plan) -> str:
     """Return the line that summarises the plan of a training."""
-    return start_line(plan, is_jit_off=patch.has_disabled_jit, planning_time=patch.planning.text())
+    return start_line(plan, is_jit_off=patch.installer.has_disabled_jit, planning_time=patch.planning.text())
 
 
 def say(text: str) -> None:

@@ -20,6 +20,7 @@ from tflms_sft._pipeline import device_selection
 from tflms_sft._pipeline.stage_cuts import choose_cuts, cut_names, named_cuts
 from tflms_sft._planner.traced_step import TracedStep, analyse_step
 from tflms_sft._trace.step_tracing import trace_step
+from tflms_sft._util.keras_internals import forget_functions, replace_value
 
 _BATCH = 2
 """Batch size for which a model with an open batch is traced; the stage of a layer does not depend on it."""
@@ -67,7 +68,7 @@ def stage_devices(
     places = device_selection.select_devices(params, stages.count)
     moved = [_move(variable, places[stage]) for variable, stage in _stage_of_variables(model, traced, stages)]
     if any(moved):
-        _forget_traces(model)
+        forget_functions(model)  # They hold the old variables.
     return cut_names(traced, chosen)
 
 
@@ -126,7 +127,7 @@ def _stage_of_variables(model: Any, traced: TracedStep, stages: Stages) -> list[
 
 
 def _move(variable: Any, device: str) -> bool:
-    """Replace the TensorFlow variable of a Keras variable (no public API); return whether it was on another device."""
+    """Replace the TensorFlow variable of a Keras variable; return whether it was on another device."""
     old = variable.value
     if device_names.is_same_device(old.device, device):
         return False
@@ -139,12 +140,5 @@ def _move(variable: Any, device: str) -> bool:
             aggregation=old.aggregation,
             synchronization=old.synchronization,
         )
-    variable._value = new
+    replace_value(variable, new)
     return True
-
-
-def _forget_traces(model: Any) -> None:
-    """Reset the functions of a Keras model, which hold the old variables; Keras rebuilds them on demand."""
-    for layer in model._flatten_layers():
-        if isinstance(layer, keras.Model):
-            layer.train_function = layer.test_function = layer.predict_function = None

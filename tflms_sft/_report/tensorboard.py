@@ -19,6 +19,7 @@ import tensorflow as tf
 from tflms_sft._report.memory_chart import draw_plan
 from tflms_sft._report.plan import Plan
 from tflms_sft._report.plan_records import Measurement
+from tflms_sft._util.keras_internals import training_writer
 
 _SCALAR, _TENSOR, _BLOBS = 1, 2, 3
 """Values of `tensorboard.compat.proto.summary_pb2.DataClass`."""
@@ -147,7 +148,7 @@ class TrainingLog:
 
     def _writer(self) -> Any:
         """Return the writer of the Keras callback, or one for a run of the same log directory."""
-        shared = getattr(self.board, "_train_writer", None)
+        shared = training_writer(self.board)
         if shared is not None:
             return shared
         if self._own_writer is None:

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from rewriters.errors import RewriteError
 from rewriters.ir.region_reads import source_of_keys
+from tflms_sft._util.keras_internals import layers_of
 
 __all__: list[str] = []
 
@@ -116,7 +117,7 @@ def unknown_sizes_of_traced_step() -> UnknownSizes | None:
 
 def has_unknown_sizes(model: Any) -> bool:
     """Return whether a layer of a model reads images of unknown sizes."""
-    return any(None in layer.image_shape for layer in model._flatten_layers() if hasattr(layer, "shape_in_files"))
+    return any(None in layer.image_shape for layer in layers_of(model) if hasattr(layer, "shape_in_files"))
 
 
 def in_order_of_signature(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

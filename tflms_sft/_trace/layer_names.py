@@ -19,6 +19,7 @@ import tensorflow as tf
 from rewriters.analysis.autodiff_roles import forward_scope_of_gradient, is_autodiff_name
 from rewriters.errors import SegmentError
 from rewriters.ir.graph import Graph, Tensor
+from tflms_sft._util.keras_internals import origin_of
 from tflms_sft._util.text import alike, nearest
 
 _LOSS_SCOPE = "compile_loss"
@@ -174,7 +175,7 @@ def _remember(record: LayerRecord, layer: Any, args: Any, outputs: Any, ops: tup
         given = [t for t in tf.nest.flatten(args[0]) if tf.is_tensor(t) and hasattr(t, "op")]
         for symbol, tensor in zip(layer.inputs, given, strict=False):
             # An unnamed input differs from the name of its layer, which `model.summary()` prints.
-            for name in (symbol._keras_history.operation.name, symbol.name):
+            for name in (origin_of(symbol)[0].name, symbol.name):
                 record.inputs[name] = tensor.name
 
 

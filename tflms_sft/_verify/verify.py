@@ -33,7 +33,7 @@ from rewriters.ir.graph import Graph, Tensor, from_concrete_function
 from rewriters.step_importer import StepImporter
 from tflms_sft._keras.model_checks import build_optimizer, is_trainer
 from tflms_sft._keras.rewriting_callback import trained_by
-from tflms_sft._keras.step_kinds import check_not_patched
+from tflms_sft._keras.step_installer import check_not_patched
 from tflms_sft._params.request import parse_request
 from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._pipeline.build import build_pipeline

@@ -13,6 +13,7 @@ from typing import Any
 
 from rewriters.ir import tf_internals
 from tflms_sft._cluster.worker_watch import workers_watched
+from tflms_sft._util.keras_internals import ABSENT, override, overriding
 
 _TEMPORARY_PREFIX = "part-of-"
 
@@ -51,8 +52,8 @@ class BackupGuard:
 
     def remove(self) -> None:
         """Restore Keras's `save_weights`."""
-        if self._model.__dict__.get("save_weights") is self:
-            object.__delattr__(self._model, "save_weights")
+        if overriding(self._model, "save_weights") is self:
+            override(self._model, "save_weights", ABSENT)
 
 
 def guard_backups(model: Any) -> BackupGuard | None:
@@ -61,13 +62,13 @@ def guard_backups(model: Any) -> BackupGuard | None:
     A guard that a failed training left behind is replaced, because Keras calls no callback at that end. A
     `save_weights` of the user's own is kept; then, and without other machines, the result is `None`.
     """
-    override = model.__dict__.get("save_weights")
-    if isinstance(override, BackupGuard):
-        override.remove()
-    elif override is not None:
+    present = overriding(model, "save_weights")
+    if isinstance(present, BackupGuard):
+        present.remove()
+    elif present is not ABSENT:
         return None
     if not tf_internals.workers():
         return None
     guard = BackupGuard(model)
-    object.__setattr__(model, "save_weights", guard)
+    override(model, "save_weights", guard)
     return guard

@@ -3,7 +3,7 @@
 import keras
 
 from rewriters.ir import tf_internals
-from tflms_sft._keras.backup_guard import guard_backups
+from tflms_sft._cluster.backup_guard import guard_backups
 
 
 def test_guard_backups_after_failed_training_replaces_old_guard(monkeypatch, fresh_keras):
