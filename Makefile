@@ -10,7 +10,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 # The theme prints a notice about another project otherwise.
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: demo demo-slide test test-all test-versions fuzz lint docs clean
+.PHONY: demo demo-slide test test-for test-all test-versions fuzz lint docs clean
 
 demo: $(STAMP)
 	$(RUN) -m examples.demo
@@ -20,6 +20,10 @@ demo-slide: $(STAMP)
 
 test: lint
 	$(RUN) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+
+# The tests of some packages, in two minutes: `make test-for PKG="rules tiling"`.
+test-for: $(STAMP)
+	$(RUN) tests/helpers/package_tests.py $(PKG)
 
 # An empty -m takes the place of the "not slow" in pyproject.toml.
 test-all: lint

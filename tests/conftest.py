@@ -29,7 +29,7 @@ graph_pass.FULL_CHECKS = True
 # The mantissa of TF32 has 10 bits, too few for comparisons.
 tf.config.experimental.enable_tensor_float_32_execution(False)
 
-pytest_plugins = ["command_line"]
+pytest_plugins = ["command_line", "rates"]
 
 LONG = pathlib.Path(__file__).resolve().with_name("long.txt")
 

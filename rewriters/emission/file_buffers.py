@@ -42,7 +42,7 @@ _CHUNK_BYTES = 2**20
 POOL_SLACK = 1.25
 """Bytes of all files of a pool over the most that were in use together. Sizes that a step no longer uses exceed it."""
 
-_mapped = weakref.WeakKeyDictionary[mmap.mmap, int]()
+mapped_files = weakref.WeakKeyDictionary[mmap.mmap, int]()
 """Descriptors of all files by their pages."""
 
 _lock = threading.Lock()
@@ -90,7 +90,7 @@ class FilePool:
             if pages is None:
                 pages = self._created(size)
             elif zero:
-                _write_zeros(_mapped[pages], size)
+                _write_zeros(mapped_files[pages], size)
         except OSError as error:
             problem = write_problem(self.directory, "A tensor between tile loops", size, error)
             remedy = "Pass another directory in `swap=LMSParams(spill_dir=...)`, or a larger budget."
@@ -130,14 +130,14 @@ class FilePool:
     def _created(self, size: int) -> mmap.mmap:
         """Return a new file of zeros. If the disk is full, all free files make room for it."""
         try:
-            return _new_file(self.directory, size)
+            return create_file(self.directory, size)
         except OSError:
             with self._lock:
                 self._free.clear()
-            return _new_file(self.directory, size)
+            return create_file(self.directory, size)
 
 
-def _new_file(directory: str, size: int) -> mmap.mmap:
+def create_file(directory: str, size: int) -> mmap.mmap:
     """Return the pages of a new file of zeros.
 
     The file is allocated first: a write to a mapped page of a full disk would end the process. Then it is written as a
@@ -150,7 +150,7 @@ def _new_file(directory: str, size: int) -> mmap.mmap:
         pages, descriptor = mmap.mmap(file.fileno(), size), os.dup(file.fileno())
     weakref.finalize(pages, os.close, descriptor)
     with _lock:
-        _mapped[pages] = descriptor
+        mapped_files[pages] = descriptor
     return pages
 
 
@@ -217,13 +217,13 @@ def _array_of(dtype: tf.DType, zero: bool) -> Any:
 def return_pages(after: Sequence[Any]) -> Any:
     """Emit an op that returns the pages of all files to the operating system after some ops have run."""
     with tf.control_dependencies(after):
-        return tf.numpy_function(_return_pages, [], tf.int64, stateful=True)
+        return tf.numpy_function(release_pages, [], tf.int64, stateful=True)
 
 
-def _return_pages() -> np.int64:
+def release_pages() -> np.int64:
     """Release the pages of all files. Their contents stay in the page cache, or go to the disk."""
     with _lock:
-        files = list(_mapped)
+        files = list(mapped_files)
     for pages in files:
         pages.madvise(mmap.MADV_DONTNEED)
     return np.int64(len(files))

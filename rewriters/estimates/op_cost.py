@@ -244,7 +244,7 @@ class CostModel:
         work = self._work_of(node)
         if work is None or work.call is None:
             return 0.0
-        iterations = 1 if tile_loop is None else self._num_iterations(tile_loop)
+        iterations = 1 if tile_loop is None else self.num_iterations(tile_loop)
         call = work.call
         if tile_loop is not None and iterations > 1:
             call = self._iteration_work(tile_loop, node)[0].call or call
@@ -272,7 +272,7 @@ class CostModel:
     def _moments(self, tile_loop: TileLoop, image: Tensor) -> float:
         """Return the seconds of the mean, the squared differences and their mean that a loop computes for each tile."""
         size, touched = image.num_bytes(self.batch), self.rates.touched
-        calls = _MOMENT_OPS * self._num_iterations(tile_loop) * self.rates.call
+        calls = _MOMENT_OPS * self.num_iterations(tile_loop) * self.rates.call
         return 2 * size / _rate(touched, "Mean") + 2 * size / _rate(touched, "SquaredDifference") + calls
 
     def op_in_loop(self, tile_loop: TileLoop, node: Node) -> float:
@@ -284,7 +284,7 @@ class CostModel:
         work = self._work_of(node)
         if work is None:
             return 0.0
-        iterations = self._num_iterations(tile_loop)
+        iterations = self.num_iterations(tile_loop)
         if iterations == 1:
             return self.op(node)
         return iterations * self._call_seconds(node, *self._iteration_work(tile_loop, node))
@@ -299,21 +299,21 @@ class CostModel:
             other_bytes = sum(t.num_bytes(self.batch) for t in full_size)
             image_bytes = max(work.image_bytes + work.other_bytes - other_bytes, 0)
             coverage = _coverage(self.analysis, tile_loop, node)
-            call = None if work.call is None else self._iteration_call(work.call, tile_loop, coverage)
+            call = None if work.call is None else self.iteration_call(work.call, tile_loop, coverage)
             row = work.row_bytes * _width_fraction(self.analysis, tile_loop, node) if work.row_bytes else 0.0
             iteration = _Work(work.flops, image_bytes, other_bytes, call, work.result_bytes, row)
-            cached[node] = iteration, coverage / self._num_iterations(tile_loop)
+            cached[node] = iteration, coverage / self.num_iterations(tile_loop)
         return cached[node]
 
-    def _iteration_call(self, call: KernelShape, tile_loop: TileLoop, coverage: float) -> KernelShape:
+    def iteration_call(self, call: KernelShape, tile_loop: TileLoop, coverage: float) -> KernelShape:
         """Return the shape of a kernel call in an iteration: some of the images, and a tile of each."""
         tiles = math.prod(tile_loop.grid.spatial)
         fraction = coverage / tiles
-        images = -(-call.images * tiles // self._num_iterations(tile_loop))
+        images = -(-call.images * tiles // self.num_iterations(tile_loop))
         windows, pixels = (max(round(fraction * number), 1) for number in (call.small, call.large))
         return KernelShape(images, windows, pixels, is_tile=True)
 
-    def _num_iterations(self, tile_loop: TileLoop) -> int:
+    def num_iterations(self, tile_loop: TileLoop) -> int:
         return min(tile_loop.grid.batch, self.batch) * math.prod(tile_loop.grid.spatial)
 
     def _call_seconds(self, node: Node, work: _Work, fraction: float = 1.0) -> float:
@@ -356,7 +356,7 @@ class CostModel:
 
     def _copies(self, tile_loop: TileLoop) -> float:
         """Return the seconds of a loop outside of its body: slices, pads, writes, accumulation, places of tiles."""
-        iterations = self._num_iterations(tile_loop)
+        iterations = self.num_iterations(tile_loop)
         if iterations == 1:
             return 0.0
         cut = [

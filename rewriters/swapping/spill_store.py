@@ -275,6 +275,17 @@ class SpillStore:
             _close_all(self._held, self._free, self._shared_file)
             self._shared.clear()
 
+    def num_unread(self) -> int:
+        """Return the number of records that have reads to come."""
+        return len(self._held)
+
+    def file_bytes(self) -> int:
+        """Return the bytes of all open files, those that the next step overwrites included."""
+        with self._lock:
+            held = {record.file for record in self._held.values()}
+            files = held.union(self._shared_file, *self._free.values())
+            return sum(os.fstat(file.fileno()).st_size for file in files)
+
     def free_bytes(self) -> int:
         """Return the free bytes of the directory's file system."""
         return shutil.disk_usage(self.directory).free

@@ -138,12 +138,11 @@ def test_tiles_and_swaps_in_stages_with_uneven_batches_equal_original_step():
     assert len(rewritten.plan.segments) >= 2 and len(rewritten.plan.swaps) >= 2
     stores = [tier.store for tier in rewritten.tiers]
     assert len(stores) == 2
-    for store in stores:
-        assert store._held.keys() | store._free.keys() and not any(one.reads for one in store._held.values())
+    assert all(store.num_unread() == 0 < store.file_bytes() for store in stores)
     (x, y), _, _ = data
     with pytest.raises(tf.errors.InvalidArgumentError, match="have the same leading size"):
         rewritten(x, y[:4])
-    assert not any(store._held or store._free for store in stores)
+    assert all(store.num_unread() == store.file_bytes() == 0 for store in stores)
 
 
 def test_step_with_input_signature_equals_original_step():

@@ -19,7 +19,7 @@ def checked(monkeypatch, capsys):
         monkeypatch.setattr(doctor, name, lambda directory: iter(()))
 
     def run(networks, *arguments):
-        monkeypatch.setattr(kernel_check, "_networks", lambda: networks)
+        monkeypatch.setattr(kernel_check, "example_networks", lambda: networks)
         return main(["doctor", "--kernels", "--quiet", *arguments]), capsys.readouterr().out
 
     return run
@@ -31,7 +31,7 @@ needs_kernels = pytest.mark.skipif(not tf.test.is_built_with_cuda(), reason="nee
 @needs_kernels
 @pytest.mark.parametrize("names", [["segmentation"], ["images", "mixed precision", "volumes", "attention"]])
 def test_ops_of_small_steps_have_gpu_kernels(names, checked):
-    networks = {name: network for name, network in kernel_check._networks().items() if name in names}
+    networks = {name: network for name, network in kernel_check.example_networks().items() if name in names}
     assert list(networks) == names
     policy = keras.config.dtype_policy()
     code, out = checked(networks, "--json")
@@ -72,12 +72,12 @@ def test_op_without_a_gpu_kernel_fails(checked):
 @needs_kernels
 def test_tensors_that_loops_copy_fail(checked, monkeypatch):
     monkeypatch.setattr("rewriters.emission.loop_emitter.reads_gpu_memory", lambda graph, node, tensor: False)
-    code, out = checked({"volumes": kernel_check._networks()["volumes"]})
+    code, out = checked({"volumes": kernel_check.example_networks()["volumes"]})
     (line,) = [line for line in out.splitlines() if "GPU copies" in line]
     assert code == 1 and line.startswith("FAILED") and "(int32) of volumes" in line
 
 
 def test_build_without_gpu_kernels_fails_with_a_sentence(checked, monkeypatch):
     monkeypatch.setattr(tf.test, "is_built_with_cuda", lambda: False)
-    code, out = checked(kernel_check._networks())
+    code, out = checked(kernel_check.example_networks())
     assert code == 1 and "The installed TensorFlow has no GPU kernels to check." in out and "host arguments" not in out

@@ -51,7 +51,7 @@ def test_max_input_finds_the_longest_sequence_of_tokens(cli):
 def test_size_search_skips_larger_budgets(cli, monkeypatch):
     looked = []
     monkeypatch.setattr(
-        "tflms_sft._planner.budget_search._larger_budgets", lambda *arguments: looked.append(1) or "more is faster"
+        "tflms_sft._planner.budget_search.larger_budgets", lambda *arguments: looked.append(1) or "more is faster"
     )
     options = ("--arg", "size=32", "--budget", "1MiB", "--max-size", 2, "--no-swap")
     assert cli("max-batch", "zoo:build", *options)[0] == 0 and not looked

@@ -5,6 +5,7 @@ import json
 import os
 import socket
 import threading
+import time
 
 import keras
 import pytest
@@ -20,10 +21,15 @@ from tflms_sft._cluster.spec import split_address
 @pytest.fixture
 def one_worker(monkeypatch):
     """Simulate a connection to one worker, which answers."""
-    monkeypatch.setattr(worker_watch.WATCH, "lost", {})
     with listener(SETTINGS) as address:
-        monkeypatch.setattr(tf_internals, "workers", lambda: {"/job:worker/task:0": address})
+        watch(monkeypatch, lambda: {"/job:worker/task:0": address})
         yield address
+
+
+def watch(monkeypatch, *arguments):
+    """Watch workers as in a new process."""
+    monkeypatch.setattr(worker_watch, "WATCH", worker_watch.WorkerWatch(*arguments))
+    return worker_watch.WATCH
 
 
 def raised(error):
@@ -68,13 +74,9 @@ def test_step_after_lost_worker_is_refused(one_worker):
 
 def test_connections_to_silent_worker_are_shut_down(monkeypatch):
     """The pending call ends; connections to other workers stay open."""
-    monkeypatch.setattr(worker_watch, "POLL_SECONDS", 0.1)
-    monkeypatch.setattr(worker_watch, "ANSWER_SECONDS", 0.2)
-    guard = worker_watch.WorkerWatch()
-    monkeypatch.setattr(worker_watch, "WATCH", guard)
     with listener() as silent, listener(SETTINGS) as good:
         asked = {"/job:worker/task:0": good, "/job:worker/task:1": silent}
-        monkeypatch.setattr(tf_internals, "workers", lambda: asked)
+        guard = watch(monkeypatch, lambda: asked, 0.1, 0.2)
         ours = [socket.create_connection(split_address(address), timeout=10) for address in (silent, good)]
         with worker_watch.workers_watched():
             assert ours[0].recv(1) == b"", "it ends"
@@ -109,9 +111,8 @@ def test_break_connections_leaves_no_descriptor_open():
         assert ours.recv(1) == b"", "it ends"
 
 
-def test_silent_worker_is_announced_once_where_connections_cannot_be_ended(monkeypatch, capsys):
-    monkeypatch.setattr("tflms_sft._util.open_files._FOLDERS", ("/nonesuch/fd",))
-    guard = worker_watch.WorkerWatch()
+def test_silent_worker_is_announced_once_where_connections_cannot_be_ended(capsys):
+    guard = worker_watch.WorkerWatch(descriptors=lambda: None)
     guard.silent = {"/job:worker/task:1": "no answer within 5 s"}
     for _ in range(2):
         guard._break({"/job:worker/task:1": free()})
@@ -119,30 +120,36 @@ def test_silent_worker_is_announced_once_where_connections_cannot_be_ended(monke
     assert line.startswith(
         "tflms-sft: /job:worker/task:1 does not answer, and this system does not list the connections"
     )
-    monkeypatch.undo()
-    guard._announced.clear()
+    guard = worker_watch.WorkerWatch()
+    guard.silent = {"/job:worker/task:1": "no answer within 5 s"}
     guard._break({"/job:worker/task:1": free()})
     assert capsys.readouterr().err == ""
 
 
-def test_worker_watch_survives_error_and_restarts(monkeypatch, capsys):
-    monkeypatch.setattr(worker_watch, "POLL_SECONDS", 0.01)
+def test_worker_watch_survives_error_and_restarts(capsys):
     asked, done = [], threading.Event()
 
-    def fail(addresses, seconds):
-        asked.append(addresses)
-        done.set() if len(asked) > 2 else None
-        raise ValueError("no such thing")
+    class Failing(worker_watch.WorkerWatch):
+        def missing(self, addresses):
+            asked.append(addresses)
+            done.set() if len(asked) > 2 else None
+            raise ValueError("no such thing")
 
-    monkeypatch.setattr(worker_watch, "missing", fail)
     workers = {"/job:worker/task:0": free()}
-    monkeypatch.setattr(tf_internals, "workers", lambda: workers)
-    guard = worker_watch.WorkerWatch()
-    guard._thread = threading.Thread()
+    guard = Failing(lambda: workers, 0.01)
     guard.begin()
-    assert guard._thread.is_alive() and done.wait(10)
+    assert done.wait(10)
     workers = {}
     assert "polling the workers failed: ValueError('no such thing')" in capsys.readouterr().err
+
+
+def test_watch_that_ended_begins_again():
+    watched = threading.Semaphore(0)
+    guard = worker_watch.WorkerWatch(lambda: watched.release() or {}, 0.01)
+    for _ in range(2):
+        guard.begin()
+        assert watched.acquire(timeout=10)
+        time.sleep(0.1)
 
 
 class Gone(keras.callbacks.Callback):
@@ -172,11 +179,11 @@ def fitted(model, callbacks):
 
 
 def test_epoch_end_checks_workers(monkeypatch):
-    gone, model = free(), dense()
-    monkeypatch.setattr(worker_watch.WATCH, "lost", {})
+    gone, model, workers = free(), dense(), {}
+    watch(monkeypatch, lambda: workers)
 
     def lose(model):
-        monkeypatch.setattr(tf_internals, "workers", lambda: {"/job:worker/task:0": gone})
+        workers["/job:worker/task:0"] = gone
 
     pipeline = tflms_sft.Pipeline(["one"], devices=["CPU:0"] * 2, verbose=0)
     plain = model.__dict__.get("train_step")
@@ -187,6 +194,7 @@ def test_epoch_end_checks_workers(monkeypatch):
 
 def test_incomplete_backup_does_not_replace_last(one_worker, tmp_path, monkeypatch):
     """Keras would go on from it, without what the optimizer has."""
+    monkeypatch.setattr(tf_internals, "workers", worker_watch.WATCH.workers)
     model = dense()
 
     def lose(model):
@@ -205,7 +213,7 @@ def test_incomplete_backup_does_not_replace_last(one_worker, tmp_path, monkeypat
     model = dense()
     model.load_weights(tmp_path / "latest.weights.h5")
     assert int(model.optimizer.iterations) == 1
-    monkeypatch.setattr(worker_watch.WATCH, "lost", {})  # As in the new process that it takes.
+    watch(monkeypatch, worker_watch.WATCH.workers)
     fitted(model, callbacks(-1))
     assert int(model.optimizer.iterations) == 3
     assert "save_weights" not in model.__dict__

@@ -21,7 +21,6 @@ import tflms_sft
 from rewriters.emission import file_buffers
 from rewriters.emission.file_buffers import FileBuffers, FilePool
 from rewriters.estimates.loop_memory import IterationModel
-from rewriters.estimates.op_cost import NOMINAL
 from rewriters.swapping.spill_store import SpillError
 from tflms_sft._planner import budget_search
 
@@ -117,7 +116,7 @@ def errors_of(step: Step, params):
 def assert_no_files(directory):
     gc.collect()
     tf.convert_to_tensor(np.ones(3))  # TensorFlow frees arrays of Python functions when it converts the next one.
-    assert not list(file_buffers._mapped) and not os.listdir(directory)
+    assert not list(file_buffers.mapped_files) and not os.listdir(directory)
 
 
 @pytest.mark.parametrize("known_batch", [True, False], ids=["known", "unknown"])
@@ -164,7 +163,7 @@ def test_returned_pages_keep_their_contents(tmp_path):
     before = resident_file_bytes()
     array[...] = 3
     assert resident_file_bytes() - before > array.nbytes / 2
-    file_buffers._return_pages()
+    file_buffers.release_pages()
     assert resident_file_bytes() - before < array.nbytes / 2
     assert array.min() == array.max() == 3
 
@@ -172,13 +171,13 @@ def test_returned_pages_keep_their_contents(tmp_path):
 @pytest.fixture
 def sizes_created(monkeypatch):
     """Sizes of the files that are created."""
-    created, new_file = [], file_buffers._new_file
+    created, new_file = [], file_buffers.create_file
 
     def recorded(directory, size):
         created.append(size)
         return new_file(directory, size)
 
-    monkeypatch.setattr(file_buffers, "_new_file", recorded)
+    monkeypatch.setattr(file_buffers, "create_file", recorded)
     return created
 
 
@@ -281,12 +280,11 @@ BUDGET = 12_000_000
 
 
 @pytest.fixture
-def large_step(monkeypatch):
+def large_step(monkeypatch, set_rates):
     """Return a step whose tiles in memory recompute activations, on a machine that copies fast."""
     monkeypatch.setattr(file_buffers, "MIN_FILE_BYTES", 2**14)
     monkeypatch.setattr(budget_search, "MAX_TIME_RATIO_ALONE", 1.0)
-    rewrite = importlib.import_module("tflms_sft._rewrite.rewrite")
-    monkeypatch.setattr(rewrite, "machine_rates", lambda _: dataclasses.replace(NOMINAL, copied=1e11))
+    set_rates(copied=1e11)
     return keras_step(lambda x: residual(normalised(4)(x)), (256, 192), floatx="float32")
 
 
@@ -307,7 +305,7 @@ def test_files_take_the_predicted_bytes(large_step, tmp_path, monkeypatch, sizes
     def array(*arguments):
         result = create(*arguments)
         sizes.append(result.nbytes)
-        peaks.append(sum(map(len, list(file_buffers._mapped))))
+        peaks.append(sum(map(len, list(file_buffers.mapped_files))))
         return result
 
     monkeypatch.setattr(FilePool, "array", array)

@@ -119,7 +119,7 @@ def test_cost_includes_the_start_of_a_kernel_in_each_iteration(plan_with):
     analysis, loops = tile_loops(two(1), (2, 3))
     rates = NOMINAL, changed(kernel_call={"Conv2D": 1.0, "Relu": 5.0})  # A Relu counts no arithmetic.
     plain, slow = (CostModel(analysis, IMAGES, changed_rates) for changed_rates in rates)
-    iterations = slow._num_iterations(loops[0])
+    iterations = slow.num_iterations(loops[0])
     convolutions = sum(node.op == "Conv2D" for tile_loop in loops for node in tile_loop.body)
     extra = sum(slow.tile_loop(tile_loop) - plain.tile_loop(tile_loop) for tile_loop in loops)
     assert convolutions and extra == pytest.approx(iterations * convolutions)
@@ -368,7 +368,7 @@ def test_iteration_call_has_images_of_one_tile(batch, grid):
     for tile_loop, node in gradients:
         pixels = 120 // math.prod(grid)
         coverage = _coverage(analysis, tile_loop, node)
-        assert costs._iteration_call(call, tile_loop, coverage) == kernel_scratch.KernelShape(
+        assert costs.iteration_call(call, tile_loop, coverage) == kernel_scratch.KernelShape(
             math.ceil(IMAGES / batch), pixels, pixels, is_tile=True
         )
 

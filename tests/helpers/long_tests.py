@@ -9,7 +9,9 @@ PARTIAL = ("ignore", "ignore_glob", "lf")
 
 
 def mark_long(session, items, path):
-    """Marks the tests that a list names as slow: only `make test-all` runs them.
+    """Marks the tests that a list names as slow, and those that the command names as named.
+
+    Only `make test-all` runs slow tests, and `make test-for` those that it names.
 
     If the whole folder was collected, lines that name no test, as those of renamed ones, are an error of collection.
 
@@ -21,11 +23,14 @@ def mark_long(session, items, path):
     folder = path.parent.name
     named = path.read_text(encoding="utf-8").splitlines()
     unknown = set(named)
+    chosen = set(session.config.args)
     for item in items:
         name = f"{folder}/{item.nodeid.rpartition(f'{folder}/')[2]}"
         if name in unknown:
             item.add_marker("slow")
             unknown.discard(name)
+        if chosen.intersection((item.nodeid, item.nodeid.partition("[")[0])):
+            item.add_marker("named")
     if unknown and is_whole(session, path.parent):
         text = "\n  ".join(["These lines name no test; remove or rename them:", *(n for n in named if n in unknown)])
         # An exception would end only those processes of pytest-xdist that collect, not the one that tells.

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,11 +49,6 @@ class Pair:
     name: str
     pythons: tuple[Release, ...]
     packages: tuple[str, ...]
-
-    @property
-    def environment(self) -> Path:
-        """Folder of the virtual environment."""
-        return ROOT / f".venv-{self.name}"
 
     @property
     def variable(self) -> str:
@@ -98,13 +93,21 @@ def candidates(release: Release) -> Iterator[str]:
     yield from map(str, sorted(root.glob(f"versions/{dotted(release)}.*/bin/python"), reverse=True))
 
 
-def interpreter(pair: Pair, named: str | None, is_any_allowed: bool) -> str:
+def interpreter(
+    pair: Pair,
+    named: str | None,
+    is_any_allowed: bool,
+    candidates: Callable[[Release], Iterable[str]] = candidates,
+    release_of: Callable[[str], Release | None] = release_of,
+) -> str:
     """Return the command of the interpreter of a pair.
 
     Args:
         pair: The pair.
         named: The command that the user named, or `None`.
         is_any_allowed: Whether to fall back to another release that supports the packages.
+        candidates: Returns commands that may run a release.
+        release_of: Returns the release that a command runs.
 
     Raises:
         Problem: If there is none.
@@ -131,23 +134,23 @@ def interpreter(pair: Pair, named: str | None, is_any_allowed: bool) -> str:
     )
 
 
-def installed(pair: Pair, python: str) -> Path:
+def installed(pair: Pair, python: str, root: Path = ROOT) -> Path:
     """Return the interpreter of the pair's environment, which is created if it is missing or out of date.
 
     Raises:
         Problem: If pip cannot install the packages.
     """
-    folder = pair.environment
+    folder = root / f".venv-{pair.name}"
     own = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
     stamp = folder / ".installed"
-    key = hashlib.sha256(repr((python, pair.packages, (ROOT / "setup.py").read_text(encoding="utf-8"))).encode())
+    key = hashlib.sha256(repr((python, pair.packages, (root / "setup.py").read_text(encoding="utf-8"))).encode())
     if own.exists() and stamp.exists() and stamp.read_text(encoding="utf-8") == key.hexdigest():
         return own
     shutil.rmtree(folder, ignore_errors=True)
     pip = [str(own), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     for command in ([python, "-m", "venv", str(folder)], [*pip, "-e", ".[test]", *pair.packages]):
         done = subprocess.run(
-            command, cwd=ROOT, check=False, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            command, cwd=root, check=False, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
         if done.returncode:
             last_lines = "\n".join(done.stdout.splitlines()[-MAX_OUTPUT_LINES:])
@@ -166,14 +169,14 @@ def versions(python: Path) -> str:
     return subprocess.run([str(python), "-c", program], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def run_core(python: Path) -> tuple[str, bool]:
+def run_core(python: Path, root: Path = ROOT) -> tuple[str, bool]:
     """Run the core tests; return their counts as text, and whether some ran and all passed."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [str(python), "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
-        command += [f"--junit-xml={report}", f"@{CORE.relative_to(ROOT).as_posix()}"]
+        command += [f"--junit-xml={report}", "@tests/core.txt"]
         environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
-        code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+        code = subprocess.run(command, cwd=root, env=environment, check=False).returncode
         if not report.exists():
             return "no test ran", False
         (suite,) = xml.etree.ElementTree.parse(report).getroot().iter("testsuite")
@@ -187,7 +190,13 @@ def counts_text(tests: int, failures: int, errors: int, skipped: int) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items() if count or name == "passed")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(
+    arguments: Sequence[str] | None = None,
+    interpreter: Callable[[Pair, str | None, bool], str] = interpreter,
+    installed: Callable[[Pair, str], Path] = installed,
+    versions: Callable[[Path], str] = versions,
+    run_core: Callable[[Path], tuple[str, bool]] = run_core,
+) -> int:
     """Run the pairs and print the table; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--oldest-python", metavar="NAME", help="interpreter of the oldest pair")

@@ -1,14 +1,13 @@
 """Rates of a machine: measured, kept, read."""
 
 import dataclasses
-import io
 import json
 import math
 import os
 import subprocess
 import sys
 import time
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tensorflow as tf
@@ -16,58 +15,69 @@ import tensorflow as tf
 from rewriters.device.cards import CARDS
 from rewriters.estimates.op_cost import NOMINAL
 from tflms_sft._machine import calibration, rate_benchmarks
-from tflms_sft._machine.calibration import VARIABLE, machine_rates
+from tflms_sft._machine.calibration import VARIABLE, Calibration, machine_rates, measure_in_child
 from tflms_sft._machine.card_rates import card_rates
-from tflms_sft._machine.cpu_load import OtherProcesses
+from tflms_sft._machine.cpu_load import OtherProcesses, cpu_seconds
 from tflms_sft._machine.rate_benchmarks import measured_rates
 
 SLOW = dataclasses.replace(NOMINAL, first_touch=1e9, unfolded={"Conv2DBackpropFilter": 3e9})
 
 
 @pytest.fixture
-def cache(monkeypatch, tmp_path):
-    """Set an empty cache folder, and return it with a list of measurements."""
-    times = []
+def folder(monkeypatch, tmp_path):
+    """Set an empty cache folder, and return the folder of rates in it."""
     monkeypatch.delenv(VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(calibration, "_rates_by_path", {})
-    monkeypatch.setattr(calibration, "_measure_in_child", lambda: times.append("apart") or SLOW)
-    monkeypatch.setattr(OtherProcesses, "busy_fraction", lambda self: 0.0)  # Other tests may run meanwhile.
-    return tmp_path, times
+    return tmp_path / "tflms-sft"
 
 
-def test_machine_rates_are_measured_once_and_stored(cache, monkeypatch):
-    folder, times = cache
-    told = []
-    assert machine_rates(told.append) == machine_rates(told.append) == SLOW
-    (file,) = (folder / "tflms-sft").iterdir()
+@pytest.fixture
+def times():
+    """Measurements by the processes of a test."""
+    return []
+
+
+@pytest.fixture
+def process(times):
+    """Constructor of a process that knows no rates, on a machine of which others use a fraction."""
+
+    def process(rates=SLOW, busy=0.0):
+        others = SimpleNamespace(busy_fraction=lambda: busy)
+        return Calibration(lambda: times.append("apart") or rates, other_processes=lambda: others)
+
+    return process
+
+
+def test_machine_rates_are_measured_once_and_stored(folder, times, process):
+    told, one = [], process()
+    assert one.machine_rates(told.append) == one.machine_rates(told.append) == SLOW
+    (file,) = folder.iterdir()
     assert times == ["apart"] and len(told) == 1 and str(file) in told[0]
-    monkeypatch.setattr(calibration, "_rates_by_path", {})
-    assert machine_rates() == SLOW and times == ["apart"], "another process reads them"
+    assert process().machine_rates() == SLOW and times == ["apart"], "another process reads them"
 
 
-def test_infinite_rate_is_stored(cache, monkeypatch):
-    monkeypatch.setattr(calibration, "_measure_in_child", lambda: NOMINAL)
-    assert math.isinf(machine_rates().first_touch)
-    monkeypatch.setattr(calibration, "_rates_by_path", {})
-    assert machine_rates() == NOMINAL
+def test_infinite_rate_is_stored(folder, process):
+    assert math.isinf(process(NOMINAL).machine_rates().first_touch)
+    assert process().machine_rates() == NOMINAL
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"version": 0}', '{"version": 1, "flops": {}}', "[1]"])
-def test_unreadable_rates_file_is_measured_again(cache, text, monkeypatch):
-    folder, times = cache
-    machine_rates()
-    (file,) = (folder / "tflms-sft").iterdir()
+@pytest.mark.parametrize("text", ["", "{}", '{"version": 0}', '{"version": 1, "flops": {}}', "[1]", "5", "null", '"x"'])
+def test_unreadable_rates_file_is_measured_again(folder, times, process, text, monkeypatch):
+    process().machine_rates()
+    (file,) = folder.iterdir()
     file.write_text(text)
-    monkeypatch.setattr(calibration, "_rates_by_path", {})
-    assert machine_rates() == SLOW and len(times) == 2
+    assert process().machine_rates() == SLOW and len(times) == 2
     assert json.loads(file.read_text())["version"] == calibration.VERSION
+    file.write_text(text)
+    monkeypatch.setenv(VARIABLE, str(file))
+    with pytest.raises(ValueError, match=f"{VARIABLE} must name a file with rates of this version"):
+        process().machine_rates()
 
 
-def test_unwritable_cache_does_not_fail(cache, monkeypatch):
-    folder, times = cache
-    (folder / "tflms-sft").write_text("a file in the place of the folder")
-    assert machine_rates() == machine_rates() == SLOW and times == ["apart"]
+def test_unwritable_cache_does_not_fail(folder, times, process):
+    folder.write_text("a file in the place of the folder")
+    one = process()
+    assert one.machine_rates() == one.machine_rates() == SLOW and times == ["apart"]
 
 
 def test_volume_convolutions_have_rates_for_each_kernel(monkeypatch, plan_with):
@@ -82,37 +92,28 @@ def aged(file, seconds):
     os.utime(file, (time.time() - seconds,) * 2)
 
 
-def test_rates_of_busy_machine_expire(cache, monkeypatch):
-    folder, times = cache
+def test_rates_of_busy_machine_expire(folder, times, process):
     told = []
-    monkeypatch.setattr(OtherProcesses, "busy_fraction", lambda self: 0.375)
-    assert machine_rates(told.append) == SLOW
+    assert process(busy=0.375).machine_rates(told.append) == SLOW
     assert "other processes used 38% of the machine" in told[1] and len(told) == 2
-    (file,) = (folder / "tflms-sft").iterdir()
+    (file,) = folder.iterdir()
     assert calibration.busy_when_measured(file) == 0.38
     aged(file, calibration.BUSY_RATES_SECONDS + 60)
-    monkeypatch.setattr(calibration, "_rates_by_path", {})
-    assert calibration.stored_rates() == SLOW and times == ["apart"], "nothing is chosen by them"
+    assert process().stored_rates() == SLOW and times == ["apart"], "nothing is chosen by them"
     for age, measured in ((0, 1), (calibration.BUSY_RATES_SECONDS - 60, 1), (calibration.BUSY_RATES_SECONDS + 60, 2)):
         aged(file, age)
-        monkeypatch.setattr(calibration, "_rates_by_path", {})
-        assert machine_rates() == SLOW and len(times) == measured
-    monkeypatch.setattr(OtherProcesses, "busy_fraction", lambda self: 0.1)
+        assert process(busy=0.375).machine_rates() == SLOW and len(times) == measured
     aged(file, calibration.BUSY_RATES_SECONDS + 60)
-    monkeypatch.setattr(calibration, "_rates_by_path", {})
-    assert machine_rates(told.append) == SLOW and len(times) == 3 and len(told) == 3, "nothing more to say"
+    assert process(busy=0.1).machine_rates(told.append) == SLOW and len(times) == 3 and len(told) == 3, "nothing to say"
     aged(file, 10 * calibration.BUSY_RATES_SECONDS)
-    monkeypatch.setattr(calibration, "_rates_by_path", {})
-    assert machine_rates() == SLOW and len(times) == 3, "measured while the machine was idle"
+    assert process().machine_rates() == SLOW and len(times) == 3, "measured while the machine was idle"
 
 
-def test_named_rates_file_never_expires(cache, monkeypatch, tmp_path):
+def test_named_rates_file_never_expires(folder, times, process, monkeypatch, tmp_path):
     monkeypatch.setenv(VARIABLE, str(tmp_path / "mine.json"))
-    monkeypatch.setattr(OtherProcesses, "busy_fraction", lambda self: 0.9)
-    machine_rates()
+    process(busy=0.9).machine_rates()
     aged(tmp_path / "mine.json", 10 * calibration.BUSY_RATES_SECONDS)
-    monkeypatch.setattr(calibration, "_rates_by_path", {})
-    assert machine_rates() == SLOW and cache[1] == ["apart"]
+    assert process().machine_rates() == SLOW and times == ["apart"]
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/stat"), reason="only Linux tells")
@@ -127,31 +128,28 @@ def test_other_processes_load_excludes_this_process():
 
 
 @pytest.mark.parametrize(("now", "part"), [((110, 36, 12), 0.4), ((110, 32, 12), 0.0), ((110, 31, 12), 0.0)])
-def test_busy_fraction_of_samples_equals_expected(now, part, monkeypatch):
+def test_busy_fraction_of_samples_equals_expected(now, part):
     """This process used two of ten seconds of all cores."""
-    found = iter([(100, 30, 10), now])
-    monkeypatch.setattr("tflms_sft._machine.cpu_load._seconds", lambda: next(found))
-    assert OtherProcesses().busy_fraction() == pytest.approx(part)
+    samples = iter([(100, 30, 10), now])
+    assert OtherProcesses(lambda: next(samples)).busy_fraction() == pytest.approx(part)
 
 
 @pytest.mark.parametrize("text", ["", "cpu 1 2\n", "cpus 1 2 3 4 5 6 7 8 9\n"])
-def test_busy_fraction_without_proc_stat_is_zero(text, monkeypatch):
-    monkeypatch.setattr("builtins.open", lambda *args, **options: io.StringIO(text))
-    assert OtherProcesses().busy_fraction() == 0
+def test_busy_fraction_without_proc_stat_is_zero(text, tmp_path):
+    (tmp_path / "stat").write_text(text)
+    assert OtherProcesses(lambda: cpu_seconds(str(tmp_path / "stat"))).busy_fraction() == 0
 
 
-def test_rates_file_of_environment_is_used(cache, monkeypatch, tmp_path):
+def test_rates_file_of_environment_is_used(folder, process, monkeypatch, tmp_path):
     monkeypatch.setenv(VARIABLE, str(tmp_path / "mine.json"))
-    assert machine_rates() == SLOW
+    assert process().machine_rates() == SLOW
     values = json.loads((tmp_path / "mine.json").read_text())
     values["flops"][""] = 5e11
     (tmp_path / "mine.json").write_text(json.dumps(values))
-    monkeypatch.setattr(calibration, "_rates_by_path", {})
-    assert machine_rates().flops == {"": 5e11}
+    assert process().machine_rates().flops == {"": 5e11}
     (tmp_path / "mine.json").write_text("no rates")
-    monkeypatch.setattr(calibration, "_rates_by_path", {})
     with pytest.raises(ValueError, match=f"{VARIABLE} must name a file with rates.*mine.json.*{VARIABLE}=nominal"):
-        machine_rates()
+        process().machine_rates()
     monkeypatch.setenv(VARIABLE, "nominal")
     assert machine_rates() is NOMINAL
 
@@ -164,34 +162,32 @@ def card(request, plan_with):
     return name
 
 
-def test_gpu_without_stored_rates_has_those_of_the_nearest_card(cache, card, monkeypatch):
+def test_gpu_without_stored_rates_has_those_of_the_nearest_card(folder, card, monkeypatch):
     rates = card_rates(CARDS[card])
     assert calibration.stored_rates() == rates != NOMINAL
     monkeypatch.setenv(VARIABLE, "nominal")
     assert machine_rates() == calibration.stored_rates() == rates
 
 
-def test_gpu_with_too_little_memory_to_measure_has_rates_of_the_nearest_card(cache, card, monkeypatch):
+def test_gpu_with_too_little_memory_to_measure_has_rates_of_the_nearest_card(folder, card, monkeypatch):
     def failing():
         raise tf.errors.ResourceExhaustedError(None, None, "OOM")
 
-    monkeypatch.setattr(calibration, "measured_rates", failing)
-    assert machine_rates() == card_rates(CARDS[card])
+    assert Calibration(pytest.fail, failing).machine_rates() == card_rates(CARDS[card])
 
 
-def test_failed_child_measures_in_this_process(monkeypatch):
+def test_failed_child_measures_in_this_process(folder):
     def failing(*args, **options):
         raise subprocess.CalledProcessError(1, args)
 
-    monkeypatch.setattr(calibration.subprocess, "run", failing)
-    assert calibration._measure_in_child() is None
+    one = Calibration(lambda: measure_in_child(run=failing), lambda: SLOW)
+    assert one.machine_rates() == SLOW
 
 
 @pytest.mark.slow
-def test_rates_are_measured_in_child_process(cache, monkeypatch):
-    monkeypatch.undo()
-    found = calibration._measure_in_child()
-    assert found is not None and found.call < 1e-3 and found.flops["Conv2D"] > 1e8
+def test_rates_are_measured_in_child_process():
+    rates = measure_in_child()
+    assert rates is not None and rates.call < 1e-3 and rates.flops["Conv2D"] > 1e8
 
 
 def test_measured_rates_are_plausible(monkeypatch):
@@ -235,24 +231,14 @@ def test_slowdown_of_long_rows_leaves_out_memory_time(monkeypatch, plan_with):
     assert rate_benchmarks._long_row_slowdown(1.0) == 1.0, "these kernels do not depend on rows"
 
 
-def test_child_process_measures_with_threads_of_parent(monkeypatch, tmp_path):
+def test_child_process_measures_with_threads_of_parent(process, tmp_path, monkeypatch):
     commands = []
 
     def run(command, env, **options):
         commands.append((command, env["CUDA_VISIBLE_DEVICES"]))
-        calibration._write(Path(command[3]), NOMINAL)
+        monkeypatch.setenv(VARIABLE, command[3])
+        process(NOMINAL).machine_rates()
 
-    monkeypatch.setattr(calibration.subprocess, "run", run)
-    monkeypatch.setattr(calibration, "_threads", lambda: (3, 2))
-    assert calibration._measure_in_child() == NOMINAL
+    assert measure_in_child((3, 2), run) == NOMINAL
     ((command, visible),) = commands
     assert command[4:] == ["3", "2"] and visible == "-1"
-
-
-@pytest.mark.parametrize("text", ["5", "null", '"x"', "[1]", "{}"])
-def test_rates_file_without_rates_is_refused_or_replaced(text, monkeypatch, tmp_path):
-    path = tmp_path / "rates.json"
-    path.write_text(text)
-    assert calibration._stored(path, "") is None
-    with pytest.raises(ValueError, match="must name a file with rates of this version"):
-        calibration._stored(path, "rates.json")

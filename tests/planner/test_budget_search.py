@@ -28,10 +28,10 @@ from tflms_sft._planner.budget_search import (
     TILE_PEAK_FRACTIONS,
     BudgetPlan,
     FeasiblePlan,
-    _swaps_alone,
     least_memory,
     limit_of,
     plans_within_budget,
+    swaps_alone,
 )
 from tflms_sft._planner.swap_planner import NothingToSwapError, apply_swaps
 from tflms_sft._planner.swap_search import SwapSearch
@@ -102,19 +102,8 @@ def test_budget_above_peak_leaves_step_unchanged():
     assert not plan.changed and not plan.swaps and not plan.notes
 
 
-@pytest.fixture
-def transfers(monkeypatch):
-    """Return a function that sets the rate of swaps, in bytes per second."""
-
-    def set_rate(copied):
-        rates = dataclasses.replace(NOMINAL, copied=copied)
-        monkeypatch.setattr("tflms_sft._rewrite.rewrite.machine_rates", lambda say: rates)
-
-    return set_rate
-
-
-def test_budget_with_slow_transfers_plans_tiles(transfers):
-    transfers(1e7)
+def test_budget_with_slow_transfers_plans_tiles(set_rates):
+    set_rates(copied=1e7)
     plan, budget = plan_for(tileable, 0.6)
     assert plan.segments and not plan.swaps and 1 < plan.predicted.time_ratio < 1.5
     assert plan.predicted.peak_bytes <= 0.9 * budget
@@ -130,13 +119,13 @@ def test_feasible_plan_with_swaps_has_the_peak_of_its_step():
     concrete_fn, record = trace_step(step_of(model_of(normed_volumes)), (VOLUMES, LABELS), {})
     traced = analyse_step(concrete_fn, record, len(VOLUMES))
     limit = int(0.8 * traced.plain.peak.peak_bytes)
-    feasible = _swaps_alone(traced, SwapParams(min_bytes=0), limit)
+    feasible = swaps_alone(traced, SwapParams(min_bytes=0), limit)
     swapped = apply_swaps(traced, traced.analysis.graph, feasible.plan.swaps)
     assert feasible.peak_bytes == swapped.peak(None).peak_bytes < limit
 
 
-def test_budget_with_fast_transfers_plans_swaps(transfers):
-    transfers(1e12)
+def test_budget_with_fast_transfers_plans_swaps(set_rates):
+    set_rates(copied=1e12)
     plan, budget = plan_for(tileable, 0.8)
     assert plan.swaps and not plan.segments and plan.predicted.peak_bytes <= 0.9 * budget
     assert plan.notes[-1].startswith("swaps, because tiles would take 1.")
@@ -144,20 +133,21 @@ def test_budget_with_fast_transfers_plans_swaps(transfers):
     assert plan.predicted.seconds == pytest.approx(plan.predicted.time_ratio * plan.original.seconds)
 
 
-def test_plan_without_swappable_tensors_falls_back_to_tiles(transfers, monkeypatch):
+def test_plan_without_swappable_tensors_falls_back_to_tiles(set_rates, monkeypatch):
     calls = []
 
     def swap(*arguments):
         calls.append(arguments)
         raise NothingToSwapError("Nothing can be swapped.")
 
-    transfers(1e12)
+    set_rates(copied=1e12)
     monkeypatch.setattr("tflms_sft._rewrite.rewrite.apply_swaps", swap)
     plan, budget = plan_for(tileable, 0.8)
     assert calls and plan.segments and not plan.swaps and plan.predicted.peak_bytes <= 0.9 * budget
 
     monkeypatch.setattr(
-        "tflms_sft._planner.budget_search._fitting", lambda *_: [FeasiblePlan(BudgetPlan([], [], LMSParams()), 1.0, 1)]
+        "tflms_sft._planner.budget_search.feasible_plans",
+        lambda *_: [FeasiblePlan(BudgetPlan([], [], LMSParams()), 1.0, 1)],
     )
     monkeypatch.setattr("tflms_sft._planner.budget_search.LeastMemory.within", lambda *_: iter(()))
     smallest = []
@@ -169,8 +159,8 @@ def test_plan_without_swappable_tensors_falls_back_to_tiles(transfers, monkeypat
 
 
 @pytest.mark.slow
-def test_tiles_with_swaps_are_no_slower_than_either(transfers, monkeypatch):
-    transfers(3e9)
+def test_tiles_with_swaps_are_no_slower_than_either(set_rates, monkeypatch):
+    set_rates(copied=3e9)
     monkeypatch.setattr("tflms_sft._planner.budget_search.MAX_TIME_RATIO_ALONE", 1.0)
     times = {}
     for together in ((), TILE_PEAK_FRACTIONS):
@@ -181,22 +171,21 @@ def test_tiles_with_swaps_are_no_slower_than_either(transfers, monkeypatch):
     assert times[True] <= times[False]
 
 
-def test_swapped_seconds_equal_copied_bytes_over_rate(transfers):
-    transfers(1e9)
+def test_swapped_seconds_equal_copied_bytes_over_rate(set_rates):
+    set_rates(copied=1e9)
     plan, _ = plan_for(volumetric, 0.6)
     out = sum(swap.num_bytes for swap in plan.swaps)
     back = sum(swap.num_bytes * len(swap.controls) for swap in plan.swaps)
     assert plan.predicted.seconds == pytest.approx(plan.original.seconds + (out + back) / 1e9)
 
 
-def test_swapped_step_serialises_concurrent_gradients(monkeypatch, plan_with):
+def test_swapped_step_serialises_concurrent_gradients(plan_with, set_rates):
     """Compare with the original step, whose two gradients of a convolution share the cores while one unfolds."""
     gradients = dict.fromkeys(("Conv3DBackpropInputV2", "Conv3DBackpropFilterV2", DIRECT), 1e8)
     seconds = {}
     for threads in (1, 4):
         plan_with(intra_op_threads=threads)
-        rates = dataclasses.replace(NOMINAL, copied=1e9, unfolded=gradients)
-        monkeypatch.setattr("tflms_sft._rewrite.rewrite.machine_rates", lambda say, rates=rates: rates)
+        set_rates(copied=1e9, unfolded=gradients)
         plan, _ = plan_for(volumetric, 0.6)
         copied = sum(swap.num_bytes * (1 + len(swap.controls)) for swap in plan.swaps) / 1e9
         seconds[threads] = plan.original.seconds, plan.predicted.seconds - copied
@@ -351,8 +340,8 @@ def test_slow_plan_notes_time_with_larger_budgets():
     assert fast.changed and fast.predicted.time_ratio < 2 and not larger_budgets(fast)
 
 
-def test_slow_plan_of_swaps_notes_fewer_swaps_with_larger_budget(transfers):
-    transfers(1e6)
+def test_slow_plan_of_swaps_notes_fewer_swaps_with_larger_budget(set_rates):
+    set_rates(copied=1e6)
     plan, _ = plan_for(volumetric, 0.48, max_slowdown=math.inf)
     assert plan.swaps and plan.predicted.time_ratio > 2 and LESS in plan.notes
 
@@ -583,15 +572,14 @@ def test_budget_without_room_for_swaps_names_the_room(monkeypatch):
         tflms_sft.rewrite(step, AutoParams(caught.value.smallest_bytes), spec)
 
 
-def test_long_rows_are_cut_where_they_slow_filter_gradients_down(monkeypatch, plan_with):
+def test_long_rows_are_cut_where_they_slow_filter_gradients_down(plan_with, set_rates):
     """Rows of 200 pixels exceed the cache, rows of 100 do not."""
     plan_with(**ONEDNN)
     step = keras_step(lambda x: conv(8, name="out")(conv(8)(conv(8)(x))), (64, 200), floatx="float32", steps=1)
     plain = tflms_sft.rewrite(step.function, AutoParams("8GiB", swap=False), *step.specs).plan.original.peak_bytes
     columns = {}
     for slowdown in (1.0, 20.0):
-        rates = dataclasses.replace(NOMINAL, long_row_bytes=100 * 16 * 4, long_row_slowdown=slowdown)
-        monkeypatch.setattr("tflms_sft._rewrite.rewrite.machine_rates", lambda say, rates=rates: rates)
+        set_rates(long_row_bytes=100 * 16 * 4, long_row_slowdown=slowdown)
         plan = tflms_sft.rewrite(step.function, AutoParams(int(0.8 * plain), swap=False), *step.specs).plan
         columns[slowdown] = [segment.backward_num_tiles[-1] for segment in plan.segments]
     assert max(columns[1.0]) < min(columns[20.0]), columns

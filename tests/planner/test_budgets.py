@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import itertools
 import math
-import sys
 
 import fuzz
 import keras
@@ -23,7 +22,7 @@ from tflms_sft._planner.tile_search import TrainingSearch, segment_plans
 from tflms_sft._planner.traced_step import analyse_step, predict, seconds_of
 from tflms_sft._planner.training_blocks import TrainingBlocks
 
-STEPS = 5
+NUM_BUDGETS = 5
 """Number of budgets that are tried for each net."""
 
 
@@ -36,20 +35,20 @@ def seconds(traced, choice):
     return swaps.seconds(choice.swaps, time), swaps.peak(choice.swaps.n_tensors, choice.swaps.lb).peak_bytes
 
 
-def ladder(traced, swap):
+def ladder(traced, swap, number):
     """Return budgets from the smallest that an error names up to the peak of the original step."""
     plain = predict(traced, [])[0].peak_bytes
     with pytest.raises(BudgetError) as caught:
         next(budget_search.plans_within_budget(traced, AutoParams(1, 0.0, swap, max_slowdown=math.inf)))
     smallest = caught.value.smallest_bytes
     assert smallest <= plain + 1
-    return [int(smallest * (plain / smallest) ** (number / (STEPS - 1))) + 1 for number in range(STEPS)]
+    return [int(smallest * (plain / smallest) ** (step / (number - 1))) + 1 for step in range(number)]
 
 
-def check_budgets(traced, swap):
+def check_budgets(traced, swap, number=NUM_BUDGETS):
     """Assert that every budget from the smallest on is met, and that a larger one is never slower."""
     times = []
-    for budget in ladder(traced, swap):
+    for budget in ladder(traced, swap, number):
         params = AutoParams(budget, 0.0, swap, max_slowdown=math.inf)
         time, peak = seconds(traced, next(budget_search.plans_within_budget(traced, params)))
         assert peak <= budget
@@ -108,19 +107,17 @@ def normed(*, residual):
         ),
     ],
 )
-def test_net_with_barriers_larger_budget_is_never_slower(residual, number, rates, monkeypatch):
-    monkeypatch.setattr(sys.modules[__name__], "STEPS", number)
+def test_net_with_barriers_larger_budget_is_never_slower(residual, number, rates):
     traced = normed(residual=residual)
     traced = dataclasses.replace(traced, rates=rates)
-    check_budgets(traced, swap=False)
+    check_budgets(traced, swap=False, number=number)
 
 
 @pytest.mark.parametrize("backward", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_net_faster_in_more_tiles_larger_budget_is_never_slower(backward, monkeypatch):
-    monkeypatch.setattr(sys.modules[__name__], "STEPS", 16)
+def test_net_faster_in_more_tiles_larger_budget_is_never_slower(backward):
     traced = (small if backward else forward)(8, 8, 8)
     traced = dataclasses.replace(traced, rates=TINY)
-    check_budgets(traced, swap=False)
+    check_budgets(traced, swap=False, number=16)
 
 
 def few(*filters, size=(40, 24)):
@@ -158,9 +155,9 @@ def all_plans(traced):
             blocks = chain.options(first, last)
             options = [blocks.untiled]
             for tiles in blocks.tilings:
-                for grid in tiles._grids:
-                    counts = range(len(tiles._candidates) + 1)
-                    options += [tiles._with_checkpoints(tiles._choice(grid), n) for n in counts]
+                for grid in tiles.grids:
+                    counts = range(len(tiles.candidates) + 1)
+                    options += [tiles.with_checkpoints(tiles.choice(grid), n) for n in counts]
             for later, option in itertools.product(list(ways(last)), options):
                 yield (option, *later)
 

@@ -41,14 +41,14 @@ def search(ratio):
 )  # fmt: skip
 def test_larger_budgets_are_noted_with_what_they_save(plain, ratio, note):
     option = FeasiblePlan(BudgetPlan([], []), 2.5, 1000)
-    assert budget_search._larger_budgets(traced(plain), search(ratio), PARAMS, option) == note
+    assert budget_search.larger_budgets(traced(plain), search(ratio), PARAMS, option) == note
 
 
 @pytest.mark.parametrize(("without_swaps", "note"), [(1.0, LESS), (2.2, LESS), (2.4, "")])
 def test_fewer_swaps_are_noted_only_if_swaps_take_long(without_swaps, note, monkeypatch):
     monkeypatch.setattr(budget_search, "seconds_of", lambda traced, plans: without_swaps)
     option = FeasiblePlan(BudgetPlan([], [], SwapParams()), 2.5, 1000)
-    assert budget_search._larger_budgets(traced(5000), search(None), PARAMS, option) == note
+    assert budget_search.larger_budgets(traced(5000), search(None), PARAMS, option) == note
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_fewer_swaps_are_noted_only_if_swaps_take_long(without_swaps, note, monk
 )
 def test_swaps_are_explained_by_the_time_of_tiles(ratio, why, monkeypatch):
     swaps = FeasiblePlan(BudgetPlan([], [], SwapParams()), 1.001, 1000)
-    monkeypatch.setattr(budget_search, "_swaps_alone", lambda *_: swaps)
+    monkeypatch.setattr(budget_search, "swaps_alone", lambda *_: swaps)
     least = SimpleNamespace(in_files=None)
-    plans = budget_search._fitting(traced(5000), search(ratio), PARAMS, least)
+    plans = budget_search.feasible_plans(traced(5000), search(ratio), PARAMS, least)
     assert plans[0].plan.why == why

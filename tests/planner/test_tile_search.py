@@ -132,7 +132,7 @@ def test_segment_tilings_fitting_returns_fewest_tiles():
     chain, rising = chain_of(128, 16, 2), 0
     for first, last in itertools.combinations(chain.bounds, 2):
         for tiles in chain.options(first, last).tilings:
-            choices = [tiles._choice(grid) for grid in tiles._grids]
+            choices = [tiles.choice(grid) for grid in tiles.grids]
             totals = [choice.saved_bytes + choice.working_bytes for choice in choices]
             rising += min(totals) < totals[-1]
             for budget in {near for total in totals for near in (total, total - 1)}:

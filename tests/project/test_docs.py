@@ -16,7 +16,7 @@ from PIL import Image
 
 import tflms_sft
 
-SLOW = {"README.md", "command-line.md", "parts-of-an-image.md"}
+SLOW = {"README.md", "command-line.md", "custom-training-loop.md", "images-in-files.md", "parts-of-an-image.md"}
 MARKS = {"python": ("", "fragment"), "text": ("", "prints"), "console": ("",)}
 
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)(#[^)]*)?\)")

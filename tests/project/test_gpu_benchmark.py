@@ -182,29 +182,6 @@ def test_interrupted_run_goes_on_with_missing_checks(ran, tmp_path, capsys):
     assert f"{len(chosen)} checks: {counts}; {path}" in printed
 
 
-def test_tables_have_the_checks_that_were_measured():
-    """Lines of a file that also has failed checks, and checks of another kind."""
-    large = {"predicted_bytes": 3 * gpu.GIB, "measured_bytes": 2 * gpu.GIB, "predicted_seconds": 0.25, "seconds": 0.5}
-    tiles = {"predicted_bytes": [4e9, gpu.MIB], "measured_bytes": [4e9, 2 * gpu.MIB], "seconds": [1.0, 3.0]}
-    headline = "1 segment(s) in 3x2 tiles, predicted peak 3 GiB, budget 10 GiB"
-    stored = {
-        "device": {"name": "NVIDIA A100-40"},
-        "large/4096": {"status": "passed", "headline": headline, **large, "microseconds_per_pixel": 0.01234},
-        "large/10240": {"status": "FAILED", "failed": "killed by SIGKILL"},
-        "large/plain-vgg16-2048": {"status": "measured", "seconds": 1.0, "measured_bytes": 5},
-        "tiles/vgg16-2x2": {"status": "FAILED", **tiles, "predicted_ratio": 1.5, "ratio": 3.0},
-        "tiles/vgg16-4x4": {"status": "FAILED", "failed": "killed by SIGKILL"},
-    }
-    lines = {name: [row.split(" | ") for row in table(stored).splitlines()[2:]] for name, table in gpu.TABLES.items()}
-    cells = {name: [[cell.strip("| ") for cell in row] for row in rows] for name, rows in lines.items()}
-    limit = ["11,264 MiB", "3,072 MiB", "2,048 MiB"]
-    assert cells == {
-        "peaks": [],
-        "large": [["4096", "1 segment(s) in 3x2 tiles", *limit, "0.25", "0.5", "0.0123", "yes"]],
-        "tiles": [["vgg16-2x2", "1 MiB", "2 MiB", "1.50", "3.00", "no"]],
-    }
-
-
 def test_no_check_begins_after_the_last_minute(ran, tmp_path, capsys):
     assert gpu.main(["--small", "--minutes", "0", "--results", str(tmp_path / "none.json")]) == 3
     assert ran == ["device"]

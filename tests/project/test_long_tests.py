@@ -30,7 +30,9 @@ def run(tmp_path):
     for name, text in (("conftest.py", CONFTEST), ("test_one.py", TWO), ("test_two.py", TWO)):
         (folder / name).write_text(text)
     (folder / "long.txt").write_text("tests/test_one.py::test_long\ntests/test_one.py::test_gone\n")
-    (tmp_path / "pytest.ini").write_text('[pytest]\ntestpaths = tests\nmarkers = slow\naddopts = -m "not slow"\n')
+    (tmp_path / "pytest.ini").write_text(
+        '[pytest]\ntestpaths = tests\nmarkers =\n    slow\n    named\naddopts = -m "not slow"\n'
+    )
 
     def run(*arguments):
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
@@ -53,3 +55,8 @@ def test_long_tests_are_left_out_of_partial_suite(run, argument):
     code, out = run(argument)
     passed = "2 passed" if "two" in argument or "=" in argument else "1 passed, 1 deselected"
     assert code == 0 and passed in out
+
+
+def test_long_test_that_is_named_runs(run):
+    code, out = run("tests/test_one.py::test_long", "-m", "not slow or named")
+    assert code == 0 and "1 passed" in out

@@ -2,13 +2,12 @@
 
 import json
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import tflms_sft
-from benchmarks import _pipeline_models, _pipeline_picture, _staged, pipeline
+from benchmarks import _pipeline_models, _staged, pipeline
 from rewriters.pipelining.schedule_simulator import simulate
 from rewriters.pipelining.schedules import make
 from tflms_sft import gems, unets
@@ -32,11 +31,6 @@ def test_wrong_arguments_are_refused(arguments, message, capsys):
     with pytest.raises(SystemExit):
         pipeline.parse_arguments(arguments)
     assert message in capsys.readouterr().err
-
-
-def test_parts_default_to_all():
-    assert pipeline.parse_arguments([]).parts == list(pipeline.PARTS)
-    assert pipeline.parse_arguments(["memory"]).parts == ["memory"]
 
 
 # Verdicts -------------------------------------------------------------------------------------------------------
@@ -82,12 +76,6 @@ def test_memory_targets_are_judged():
     assert kept(pipeline.memory_promises(found(100, 126)[:1])) == [None]
 
 
-def test_tables_have_a_row_for_each_variant():
-    text = pipeline.schedules_table(figures(slower=1.5))
-    assert len(text.splitlines()) == 2 + 3
-    assert "+50.0% FAR" in text and "| 1.19 " in text
-
-
 # Models -------------------------------------------------------------------------------------------------------
 
 
@@ -125,32 +113,6 @@ def test_predictions_equal_simulator_and_formulas():
     )
     assert _pipeline_models.predicted(EVEN, "basic", 3).speedup == 1
     assert _pipeline_models.predicted(EVEN, "gpipe", 4).peak_bytes == (10 + 400 + 20,) * 4
-
-
-def test_speedup_is_at_most_the_number_of_devices():
-    one = _pipeline_models.images_per_second(EVEN, 2.0, 1, 1)
-    assert one == pytest.approx(0.5)
-    assert 0.5 * 64 * 0.99 < _pipeline_models.images_per_second(EVEN, 2.0, 1, 64) < 0.5 * 64
-    assert 127 < _pipeline_models.speedup(EVEN, 2.0, 16, 128) < 128
-
-
-def test_resnets_have_the_number_of_layers_of_their_name():
-    model = _staged.resnet_v2(32, blocks=2)
-    convolutions = [layer for layer in model.layers if isinstance(layer, keras.layers.Conv2D)]
-    beside = 3  # A convolution for each group's first shortcut, which the name does not count.
-    assert len(convolutions) - beside + 1 == 9 * 2 + 2
-    last = next(layer for layer in model.layers if layer.name == "block2_1")
-    assert last.output.shape == (None, 8, 8, 256)
-
-
-def test_chart_has_a_panel_for_each_part(tmp_path):
-    memory = [
-        {"schedule": "mast", "micro_batches": 2, "samples": 4, "predicted_bytes": [9, 8], "measured_bytes": [7, 8]}
-    ]
-    stages = {"resnet": {"4": {"stages": EVEN}}, "blocks": 12, "image_size": 64}
-    report = {"schedules": figures(), "memory": memory, "models": stages}
-    _pipeline_picture.draw(tmp_path / "all.png", report)
-    assert (tmp_path / "all.png").stat().st_size > 10_000
 
 
 def test_stored_results_keep_all_promises():

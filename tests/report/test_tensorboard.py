@@ -127,9 +127,9 @@ def test_tensorboard_of_this_fit_returns_callback():
 
 def test_training_log_other_log_dir_is_own_run(tmp_path):
     board = keras.callbacks.TensorBoard(tmp_path / "a")
-    assert TrainingLog(str(tmp_path / "a"), board)._board is board
-    assert TrainingLog(str(tmp_path / "b"), board)._board is None
-    assert TrainingLog(None, board)._board is board and not TrainingLog(None, None).active
+    assert TrainingLog(str(tmp_path / "a"), board).board is board
+    assert TrainingLog(str(tmp_path / "b"), board).board is None
+    assert TrainingLog(None, board).board is board and not TrainingLog(None, None).active
 
 
 @pytest.mark.parametrize("make", [tflms_sft.SFT, tflms_sft.LMS, lambda **o: tflms_sft.MemoryBudget(BUDGET, **o)])

@@ -41,17 +41,23 @@ def budget_of(build):
     return int(FRACTIONS[build] * planned(build, AutoParams("1GiB")).original.peak_bytes)
 
 
-def no_search(*args, **kwargs):
-    raise AssertionError("a search was started")
+@pytest.fixture
+def no_search(monkeypatch):
+    """Return a function after which a search fails."""
+
+    def search(*args, **kwargs):
+        raise AssertionError("a search was started")
+
+    return lambda: monkeypatch.setattr(budget_search, "_search", search)
 
 
 @pytest.mark.parametrize("build", FRACTIONS, ids=lambda build: build.__name__)
-def test_cached_plan_of_equal_step_needs_no_search(build, cache, monkeypatch):
+def test_cached_plan_of_equal_step_needs_no_search(build, cache, no_search):
     """The second model has other names of layers."""
     params = AutoParams(budget_of(build), headroom=0)
     first = planned(build, params)
     assert first.changed and list(cache.iterdir())
-    monkeypatch.setattr(budget_search, "_search", no_search)
+    no_search()
     second = planned(build, params)
     for field in ("predicted", "original"):
         assert getattr(first, field).peak_bytes == getattr(second, field).peak_bytes
@@ -60,21 +66,21 @@ def test_cached_plan_of_equal_step_needs_no_search(build, cache, monkeypatch):
     assert len(first.swaps) == len(second.swaps)
 
 
-def test_cache_of_other_budget_or_step_is_not_used(cache, monkeypatch):
+def test_cache_of_other_budget_or_step_is_not_used(cache, no_search):
     budget = budget_of(vgg)
     planned(vgg, AutoParams(budget, headroom=0))
-    monkeypatch.setattr(budget_search, "_search", no_search)
+    no_search()
     for build, params in ((vgg, AutoParams(budget - 1, headroom=0)), (unet_2d, AutoParams(budget, headroom=0))):
         with pytest.raises(AssertionError, match="a search was started"):
             planned(build, params)
 
 
-def test_cache_of_other_kernels_is_not_used(cache, monkeypatch, plan_with):
+def test_cache_of_other_kernels_is_not_used(cache, plan_with, no_search):
     """Nominal rates are the same with and without oneDNN."""
     params = AutoParams(budget_of(vgg), headroom=0)
     planned(vgg, params)
     plan_with(has_allocator_stats=not planned_device().has_allocator_stats)
-    monkeypatch.setattr(budget_search, "_search", no_search)
+    no_search()
     with pytest.raises(AssertionError, match="a search was started"):
         planned(vgg, params)
 
@@ -91,10 +97,10 @@ def leaky(slope):
     return build
 
 
-def test_cache_of_step_with_other_attributes_is_not_used(cache, monkeypatch):
+def test_cache_of_step_with_other_attributes_is_not_used(cache, no_search):
     params = AutoParams(int(0.6 * planned(leaky(0.2), AutoParams("1GiB")).original.peak_bytes), headroom=0)
     assert planned(leaky(0.2), params).changed
-    monkeypatch.setattr(budget_search, "_search", no_search)
+    no_search()
     planned(leaky(0.2), params)
     with pytest.raises(AssertionError, match="a search was started"):
         planned(leaky(0.3), params)
@@ -116,13 +122,13 @@ def test_unwritable_cache_is_ignored(tmp_path, monkeypatch):
     assert planned(vgg, AutoParams(budget_of(vgg), headroom=0)).changed
 
 
-def test_saved_plan_trains_without_search_as_plain(tmp_path, monkeypatch):
+def test_saved_plan_trains_without_search_as_plain(tmp_path, no_search):
     path = tmp_path / "plan.json"
     model, plain, callback = net(), net(), MemoryBudget("700KiB", verbose=0)
     model.fit(X, Y, batch_size=4, callbacks=[callback], **SETTINGS)
     assert callback.plan.changed
     callback.plan.save(path)
-    monkeypatch.setattr(budget_search, "_search", no_search)
+    no_search()
     model, saved = net(), MemoryBudget(plan=path, verbose=0)
     got = model.fit(X, Y, batch_size=4, callbacks=[saved], **SETTINGS).history
     assert saved.plan.headline() == callback.plan.headline()
@@ -163,7 +169,7 @@ def segmenter():
     return model
 
 
-def test_saved_plan_of_one_loop_trains_as_plain(tmp_path, monkeypatch):
+def test_saved_plan_of_one_loop_trains_as_plain(tmp_path, no_search):
     """The loss of each pixel is known in the loop of the forward ops, so that backward ops run in it too."""
     keras.config.set_floatx("float64")
     random, path = np.random.default_rng(0), tmp_path / "plan.json"
@@ -178,7 +184,7 @@ def test_saved_plan_of_one_loop_trains_as_plain(tmp_path, monkeypatch):
         for callback in callbacks:
             assert any(segment.one_loop for segment in callback.plan.segments)
             callback.plan.save(path)
-            monkeypatch.setattr(budget_search, "_search", no_search)
+            no_search()
     for got, weights in zip(histories[1:], variables[1:], strict=True):
         np.testing.assert_allclose(got, histories[0], rtol=1e-10)
         for a, b in zip(weights, variables[0], strict=True):

@@ -150,12 +150,12 @@ def test_next_region_is_read_ahead_and_taken():
     image = pixels(0, 8, 8, 1)
     reads, size = reads_of(image), np.array([1, 4, 8, 1])
     first = reads(KEYS, np.array([0, 0, 0, 0]), size, np.array([0, 4, 0, 0]), size)
-    (ahead,) = reads._ahead.values()
+    (ahead,) = reads.ahead.values()
     np.testing.assert_array_equal(first[0], image[:4])
     np.testing.assert_array_equal(ahead.result()[0], image[4:])
     second = reads(KEYS, np.array([0, 4, 0, 0]), size, np.array([0, 0, 0, 0]), 0 * size)
     assert second is ahead.result()
-    assert not reads._ahead
+    assert not reads.ahead
 
 
 def test_region_read_ahead_for_another_tile_is_dropped():
@@ -164,7 +164,7 @@ def test_region_read_ahead_for_another_tile_is_dropped():
     reads(KEYS, np.array([0, 0, 0, 0]), size, np.array([0, 2, 0, 0]), size)
     values = reads(KEYS, np.array([0, 6, 0, 0]), size, np.array([0, 0, 0, 0]), 0 * size)
     np.testing.assert_array_equal(values[0], image[6:])
-    assert not reads._ahead
+    assert not reads.ahead
 
 
 def test_error_ahead_is_raised_when_the_region_is_needed(failing):

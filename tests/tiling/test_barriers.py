@@ -532,27 +532,29 @@ def test_merged_moments_differences_wait_for_all_readers_of_the_image():
     assert {op.type for op in readers} == {"Mean", "Shape"} and readers <= ancestors(differences)
 
 
-def no_waiting(self, producer, sort, level):
-    return level[producer]
-
-
+CELLS, MERGE = tile_planner.RowDemand.cells_of, loop_outputs.MergedMoments.update
 BREAKS = {
-    "nothing waits for a sum": lambda m: m.setattr(barrier_levels._KindAssigner, "_level_after", no_waiting),
-    "tiles overlap where they are summed": lambda m: m.setattr(
+    "nothing waits for a sum": (
+        barrier_levels._KindAssigner,
+        "_level_after",
+        lambda self, producer, sort, level: level[producer],
+    ),
+    "tiles overlap where they are summed": (
         tile_planner.RowDemand,
         "cells_of",
         lambda self, t, grid: tuple(i.hull(i.shift(-1).clip(99)) for i in CELLS(self, t, grid)),
     ),
-    "means that are not merged": lambda m: m.setattr(
+    "means that are not merged": (
         loop_outputs.MergedMoments,
         "update",
         lambda self, iteration, values: [*MERGE(self, iteration, values)[:1], *values[1:]],
     ),
-    "a mean over a tile for one over the image": lambda m: m.setattr(
-        reduction.Reduce, "emit", lambda self, emitter, op, operands: emitter.clone(op.node, operands)
+    "a mean over a tile for one over the image": (
+        reduction.Reduce,
+        "emit",
+        lambda self, emitter, op, operands: emitter.clone(op.node, operands),
     ),
 }
-CELLS, MERGE = tile_planner.RowDemand.cells_of, loop_outputs.MergedMoments.update
 
 
 @pytest.mark.parametrize("what", BREAKS)
@@ -562,7 +564,7 @@ def test_barrier_loops_broken_on_purpose_differ(what, monkeypatch):
         return layers.Multiply()([x, layers.GlobalAveragePooling2D(keepdims=True)(x)])
 
     step = keras_step(net, (9, 8), 2, True, momentum())
-    BREAKS[what](monkeypatch)
+    monkeypatch.setattr(*BREAKS[what])
     try:
         assert differing(step, Parts(step.concrete_fn).rewritten(Grid(1, (3, 2))))
     except RewriteError as refused:

@@ -19,24 +19,19 @@ def test_open_descriptors_lists_an_open_file(tmp_path):
     assert file.closed and len(open_files.open_descriptors()) > 2
 
 
-def test_open_descriptors_uses_second_folder_or_is_none(monkeypatch):
-    monkeypatch.setattr(open_files, "_FOLDERS", ("/nonesuch", "/dev/fd"))
-    assert 2 in open_files.open_descriptors()
-    monkeypatch.setattr(open_files, "_FOLDERS", ("/nonesuch",))
-    assert open_files.open_descriptors() is None
-
-
-def test_open_descriptors_is_none_where_the_folder_has_the_first_three_alone(monkeypatch):
-    monkeypatch.setattr(open_files, "_FOLDERS", ("/dev/fd",))
-    monkeypatch.setattr(open_files.os, "listdir", lambda folder: ["0", "1", "2"])
-    assert open_files.open_descriptors() is None
+def test_open_descriptors_uses_second_folder_or_is_none(tmp_path):
+    assert 2 in open_files.open_descriptors(("/nonesuch", "/dev/fd"))
+    assert open_files.open_descriptors(("/nonesuch",)) is None
+    for first in "012":  # The folder of FreeBSD without `fdescfs`.
+        (tmp_path / first).touch()
+    assert open_files.open_descriptors((str(tmp_path),)) is None
 
 
 def test_open_file_limits_are_those_of_the_system_or_none(monkeypatch):
     resource = pytest.importorskip("resource")
-    monkeypatch.setattr(
-        resource, "getrlimit", lambda which: {resource.RLIMIT_NOFILE: (77, resource.RLIM_INFINITY)}[which]
+    limits = (
+        math.inf if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
     )
-    assert open_files.open_file_limits() == (77, math.inf)
+    assert open_files.open_file_limits() == tuple(limits)
     monkeypatch.setitem(sys.modules, "resource", None)
     assert open_files.open_file_limits() == (math.inf, math.inf)

@@ -14,13 +14,12 @@ from tflms_sft._util import progress
 from tflms_sft._util.progress import told_if_slow
 
 
-def test_slow_block_prints_once_and_is_timed(monkeypatch):
-    monkeypatch.setattr(progress, "SLOW_SECONDS", 0.05)
+def test_slow_block_prints_once_and_is_timed():
     said = []
-    with told_if_slow("thinking", said.append) as watch:
+    with told_if_slow("thinking", said.append, slow_seconds=0.05) as watch:
         time.sleep(0.3)
     assert said == ["thinking"] and watch.seconds >= 0.3 and watch.text() == "planned in 0 s"
-    with told_if_slow("nobody listens", None) as watch:
+    with told_if_slow("nobody listens", None, slow_seconds=0.05) as watch:
         time.sleep(0.1)
     assert said == ["thinking"] and watch.text()
 
@@ -56,11 +55,9 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_terminal_has_one_line_with_time_and_best_plan(monkeypatch):
-    monkeypatch.setattr(progress, "SLOW_SECONDS", 0.01)
-    monkeypatch.setattr(progress, "UPDATE_SECONDS", 0.05)
+def test_terminal_has_one_line_with_time_and_best_plan():
     stream, said = Terminal(), []
-    with told_if_slow("planning ...", said.append, stream) as watch:
+    with told_if_slow("planning ...", said.append, stream, 0.01, 0.05) as watch:
         time.sleep(0.1)
         watch.found(1.504)
         watch.found(1.213)
@@ -70,11 +67,9 @@ def test_terminal_has_one_line_with_time_and_best_plan(monkeypatch):
     assert (first, last) == ("planning ... 0 s", "planning ... 0 s, best plan so far 1.21x the time\n") and not said
 
 
-def test_other_output_has_sparse_lines(monkeypatch):
-    monkeypatch.setattr(progress, "SLOW_SECONDS", 0.01)
-    monkeypatch.setattr(progress, "SPARSE_SECONDS", 0.1)
+def test_other_output_has_sparse_lines():
     said = []
-    with told_if_slow("planning ...", said.append, io.StringIO()) as watch:
+    with told_if_slow("planning ...", said.append, io.StringIO(), 0.01, 0.1) as watch:
         watch.found(0.9)
         time.sleep(0.6)
     assert said == ["planning ...", *["planning ... 0 s, best plan so far 1.00x the time"] * 2]

@@ -30,9 +30,9 @@ def found(monkeypatch):
         monkeypatch.setattr(requirements, "installed_version", versions.get)
         requirements.check_versions()
 
-    requirements._pending_notices.cache_clear()
+    requirements.pending_notices.cache_clear()
     yield check
-    requirements._pending_notices.cache_clear()
+    requirements.pending_notices.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def check_kernels() -> KernelReport:
     has_gpu = bool(tf.config.list_logical_devices("GPU"))
     wheres: dict[tuple[str, str, str, str], set[str]] = {}
     missing, copies = set[str](), list[str]()
-    networks = _networks()
+    networks = example_networks()
     for name, (dimensions, policy, build) in networks.items():
         with contextlib.nullcontext() if has_gpu else planning_for(CARDS[CARD].device_model), _policy(policy):
             rewritten = rewrite(_step(build()), SFTParams(num_tiles=(2,) * dimensions))
@@ -91,7 +91,7 @@ def _policy(name: str) -> Iterator[None]:
         keras.config.set_dtype_policy(before)
 
 
-def _networks() -> dict[str, tuple[int, str, Callable[[], Any]]]:
+def example_networks() -> dict[str, tuple[int, str, Callable[[], Any]]]:
     """Return the axes of the tiles, the policy and the function that builds each network, by name."""
     return {
         "images": (2, "float32", _images),

@@ -12,7 +12,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import tensorflow as tf
 
@@ -55,7 +55,24 @@ class WorkerWatch:
         lost: Workers whose loss made a step fail, with reasons. They stay lost, because their weights are lost.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        workers: Callable[[], Mapping[str, str]] = tf_internals.workers,
+        poll_seconds: float = POLL_SECONDS,
+        answer_seconds: float = ANSWER_SECONDS,
+        descriptors: Callable[[], object] = open_descriptors,
+    ) -> None:
+        """Watch workers.
+
+        Args:
+            workers: Returns the addresses of the workers that the program is connected to.
+            poll_seconds: Time from an answer to the next poll.
+            answer_seconds: Time limit of an answer.
+            descriptors: Returns the open connections; `None` where the system does not list them.
+        """
+        self.workers = workers
+        self._descriptors = descriptors
+        self._poll_seconds, self._answer_seconds = poll_seconds, answer_seconds
         self.silent: Mapping[str, str] = {}
         self.lost: Mapping[str, str] = {}
         self._thread: threading.Thread | None = None
@@ -71,8 +88,8 @@ class WorkerWatch:
         missed: dict[str, int] = {}
         while True:
             if not missed or self.silent:
-                time.sleep(_PAUSE_SECONDS if self.silent else POLL_SECONDS)
-            addresses = tf_internals.workers()
+                time.sleep(_PAUSE_SECONDS if self.silent else self._poll_seconds)
+            addresses = self.workers()
             if not addresses:
                 self._thread = None
                 return
@@ -87,17 +104,21 @@ class WorkerWatch:
     def _poll(self, addresses: Mapping[str, str], missed: Mapping[str, int]) -> dict[str, int]:
         """Poll once, and return the number of missing answers in a row of each worker that does not answer."""
         self._break(addresses)  # TensorFlow reconnects and blocks again.
-        reasons = missing(addresses, ANSWER_SECONDS)
+        reasons = self.missing(addresses)
         counts = {name: missed.get(name, 0) + 1 for name in reasons}
         self.silent = {name: reason for name, reason in reasons.items() if counts[name] >= _MAX_MISSED}
         self._break(addresses)
         return counts
 
+    def missing(self, addresses: Mapping[str, str]) -> dict[str, str]:
+        """Return the workers that do not answer, with reasons."""
+        return missing(addresses, self._answer_seconds)
+
     def _break(self, addresses: Mapping[str, str]) -> None:
         for name in self.silent:
             if name in addresses:
                 break_connections(addresses[name])
-                if open_descriptors() is None and name not in self._announced:
+                if self._descriptors() is None and name not in self._announced:
                     self._announced.add(name)
                     print(_NO_DESCRIPTORS.format(name), file=sys.stderr, flush=True)
 
@@ -114,7 +135,7 @@ def workers_watched() -> Iterator[None]:
     Raises:
         WorkerError: If a worker was lost in this step or before.
     """
-    addresses = tf_internals.workers() if tf.executing_eagerly() else {}
+    addresses = WATCH.workers() if tf.executing_eagerly() else {}
     if not addresses:
         yield
         return
@@ -138,7 +159,7 @@ def refuse_lost() -> None:
         WorkerError: If a worker was lost.
     """
     if WATCH.lost:
-        raise lost_error(tf_internals.workers(), WATCH.lost)
+        raise lost_error(WATCH.workers(), WATCH.lost)
 
 
 def check_workers() -> None:
@@ -147,8 +168,8 @@ def check_workers() -> None:
     Raises:
         WorkerError: If a worker does not answer.
     """
-    addresses = tf_internals.workers()
-    reasons = missing(addresses, ANSWER_SECONDS)
+    addresses = WATCH.workers()
+    reasons = WATCH.missing(addresses)
     if reasons:
         raise _record_lost(addresses, reasons)
 
@@ -164,7 +185,7 @@ def _lost(addresses: Mapping[str, str], error: tf.errors.OpError) -> dict[str, s
     TensorFlow can check whether a worker still knows this program, but that call blocks the whole interpreter until it
     is answered. So the text of the error decides.
     """
-    reasons = missing(addresses, ANSWER_SECONDS)
+    reasons = WATCH.missing(addresses)
     if reasons:
         return reasons
     text = str(error)

@@ -46,7 +46,69 @@ MAX_BUSY_FRACTION = 0.2
 BUSY_RATES_SECONDS = 600
 """Time after which rates that were measured on a busy machine are measured again."""
 
-_rates_by_path: dict[str, MachineRates] = {}
+
+class Calibration:
+    """Rates of this machine by file, as one process knows them."""
+
+    def __init__(
+        self,
+        measure_in_child: Callable[[], MachineRates | None],
+        measure_here: Callable[[], MachineRates] = measured_rates,
+        other_processes: Callable[[], OtherProcesses] = OtherProcesses,
+    ) -> None:
+        """Store the functions that measure.
+
+        Args:
+            measure_in_child: Measures in a child process; returns `None` if the child fails.
+            measure_here: Measures in this process.
+            other_processes: Starts to measure the load by other processes.
+        """
+        self._measure_in_child = measure_in_child
+        self._measure_here = measure_here
+        self._other_processes = other_processes
+        self._rates: dict[Path, MachineRates] = {}
+
+    def machine_rates(self, tell: Callable[[str], None] | None = None) -> MachineRates:
+        """Return the rates of the planned device, as the function of that name."""
+        card = planned_device().card
+        if card is not None:
+            return card_rates(card)
+        path = rates_path()
+        if path is None:
+            return _nominal()
+        if path not in self._rates:
+            self._rates[path] = _stored(path, os.environ.get(VARIABLE, "")) or self._measure(path, tell)
+        return self._rates[path]
+
+    def stored_rates(self) -> MachineRates:
+        """Return the rates of the planned device without measuring, as the function of that name."""
+        card = planned_device().card
+        if card is not None:
+            return card_rates(card)
+        path = rates_path()
+        if path is None:
+            return _nominal()
+        return self._rates.get(path) or _stored(path, os.environ.get(VARIABLE, ""), accept_busy=True) or _nominal()
+
+    def _measure(self, path: Path, tell: Callable[[str], None] | None) -> MachineRates:
+        """Measure the rates, and store them for later processes."""
+        if tell is not None:
+            tell(f"tflms-sft: measuring the speed of this machine once; the result is stored in {path}")
+        others = self._other_processes()
+        rates = None if planned_device().is_gpu else self._measure_in_child()
+        try:
+            rates = rates or self._measure_here()
+        except (tf.errors.OpError, MemoryError):  # Not enough memory for a measurement.
+            return _nominal()
+        busy = others.busy_fraction()
+        if busy > MAX_BUSY_FRACTION and tell is not None:
+            tell(
+                f"tflms-sft: other processes used {busy:.0%} of the machine during the measurement, so predicted times "
+                f"may be wrong. The first plan after {BUSY_RATES_SECONDS // 60} minutes measures again"
+            )
+        with contextlib.suppress(OSError):  # The next process measures again.
+            _write(path, rates, busy)
+        return rates
 
 
 def machine_rates(tell: Callable[[str], None] | None = None) -> MachineRates:
@@ -58,15 +120,7 @@ def machine_rates(tell: Callable[[str], None] | None = None) -> MachineRates:
     Raises:
         ValueError: If the environment names a file without rates.
     """
-    card = planned_device().card
-    if card is not None:
-        return card_rates(card)
-    path = rates_path()
-    if path is None:
-        return _nominal()
-    if str(path) not in _rates_by_path:
-        _rates_by_path[str(path)] = _stored(path, os.environ.get(VARIABLE, "")) or _measure(path, tell)
-    return _rates_by_path[str(path)]
+    return _CALIBRATION.machine_rates(tell)
 
 
 def stored_rates() -> MachineRates:
@@ -74,13 +128,7 @@ def stored_rates() -> MachineRates:
 
     For times that are printed and decide nothing.
     """
-    card = planned_device().card
-    if card is not None:
-        return card_rates(card)
-    path = rates_path()
-    if path is None:
-        return _nominal()
-    return _rates_by_path.get(str(path)) or _stored(path, os.environ.get(VARIABLE, ""), accept_busy=True) or _nominal()
+    return _CALIBRATION.stored_rates()
 
 
 def _nominal() -> MachineRates:
@@ -119,38 +167,24 @@ def _stored(path: Path, named: str, accept_busy: bool = False) -> MachineRates |
     return None
 
 
-def _measure(path: Path, tell: Callable[[str], None] | None) -> MachineRates:
-    """Measure the rates, and store them for later processes."""
-    if tell is not None:
-        tell(f"tflms-sft: measuring the speed of this machine once; the result is stored in {path}")
-    others = OtherProcesses()
-    rates = None if planned_device().is_gpu else _measure_in_child()
-    try:
-        rates = rates or measured_rates()
-    except (tf.errors.OpError, MemoryError):  # Not enough memory for a measurement.
-        return _nominal()
-    busy = others.busy_fraction()
-    if busy > MAX_BUSY_FRACTION and tell is not None:
-        tell(
-            f"tflms-sft: other processes used {busy:.0%} of the machine during the measurement, so predicted times may "
-            f"be wrong. The first plan after {BUSY_RATES_SECONDS // 60} minutes measures again"
-        )
-    with contextlib.suppress(OSError):  # The next process measures again.
-        _write(path, rates, busy)
-    return rates
+def measure_in_child(
+    threads: tuple[int, int] | None = None, run: Callable[..., object] = subprocess.run
+) -> MachineRates | None:
+    """Measure in a child process with the same environment; return `None` if it fails.
 
-
-def _measure_in_child() -> MachineRates | None:
-    """Measure in a child process with the same environment; return `None` if it fails."""
+    Args:
+        threads: Numbers of intra-op and inter-op threads; by default those of this process.
+        run: Runs the child process.
+    """
     if not sys.executable:
         return None
     with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError), tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rates.json"
-        command = [sys.executable, "-m", __name__, str(path), *map(str, _threads())]
+        command = [sys.executable, "-m", __name__, str(path), *map(str, threads or _threads())]
         # `sys.path` may have been changed in this process, which may also hide its accelerators.
         paths = os.pathsep.join(filter(None, sys.path))
         environment = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "-1"}
-        subprocess.run(
+        run(
             command,
             check=True,
             capture_output=True,
@@ -229,6 +263,8 @@ def _measure_for_parent(path: str, intra_op_threads: str, inter_op_threads: str)
     tf.config.threading.set_inter_op_parallelism_threads(int(inter_op_threads))
     _write(Path(path), measured_rates())
 
+
+_CALIBRATION = Calibration(measure_in_child)
 
 if __name__ == "__main__":
     _measure_for_parent(*sys.argv[1:])

@@ -78,15 +78,13 @@ HALF_PRECISION_FRACTION = 0.75
 """Assumed bytes beside variables in half precision, over those in float32, which some gradients and sums keep."""
 
 SAFE_FRACTION = 0.85
-"""Share of the estimated pixels that an error suggests. Scratch memory shrinks less than the image: of three networks,
-one that was shrunk to the estimate needed 10 % more than the budget, another 3 %."""
+"""Fraction of the estimated pixels that an error suggests. Scratch memory shrinks less than the image."""
 
 MIN_HEADROOM = 0.05
 """The smallest headroom that an error suggests, because peaks vary."""
 
 MAX_NAMES = 6
 """Layers after which the list in an error is cut short."""
-
 
 BOTH = "tiles and swaps, because neither fit alone"
 LESS = "a larger budget is faster: less is swapped"
@@ -181,11 +179,13 @@ def plans_within_budget(traced: TracedStep, params: AutoParams, advise: bool = F
     search = _search(traced)
     least = LeastMemory(traced, search, params)
     slow: list[FeasiblePlan] = []
-    for feasible in itertools.chain(_fitting(traced, search, params, least), least.within(limit_of(traced, params))):
+    for feasible in itertools.chain(
+        feasible_plans(traced, search, params, least), least.within(limit_of(traced, params))
+    ):
         if feasible.seconds > params.max_slowdown * traced.seconds:
             slow.append(feasible)
             continue
-        advice = _larger_budgets(traced, search, params, feasible) if advise else ""
+        advice = larger_budgets(traced, search, params, feasible) if advise else ""
         yield dataclasses.replace(feasible.plan, why=feasible.plan.why or why, advice=advice)
         if feasible.plan.swaps is not None:  # The graph has nothing to swap after all.
             params = dataclasses.replace(params, swap=False)
@@ -207,7 +207,7 @@ def least_memory(traced: TracedStep, params: AutoParams) -> Candidate:
     return LeastMemory(traced, _search(traced), params).smallest()
 
 
-def _larger_budgets(traced: TracedStep, search: TileSearch, params: AutoParams, option: FeasiblePlan) -> str:
+def larger_budgets(traced: TracedStep, search: TileSearch, params: AutoParams, option: FeasiblePlan) -> str:
     """Return a note of the time with more memory; empty if the step is not slow, or would be as slow.
 
     Near the smallest budget that can be met a little more memory saves much time. The note is an upper bound: it
@@ -234,10 +234,8 @@ def _larger_budgets(traced: TracedStep, search: TileSearch, params: AutoParams, 
 
 def _relative_time(ratio: float, *, is_first: bool) -> str:
     """Return a text for an upper bound of a time over that of the original step, as the first or second of a list."""
-    text = f"{ratio:.2f}x"
-    if text == "1.00x":
-        return "is as fast as the original step"
-    return f"takes at most {text} the time of the original step" if is_first else text
+    text = f"takes at most {ratio:.2f}x the time of the original step" if is_first else f"{ratio:.2f}x"
+    return "is as fast as the original step" if f"{ratio:.2f}" == "1.00" else text
 
 
 def limit_of(traced: TracedStep, params: AutoParams) -> int:
@@ -245,7 +243,9 @@ def limit_of(traced: TracedStep, params: AutoParams) -> int:
     return int(params.memory_budget * (1 - params.headroom)) - traced.excess_bytes
 
 
-def _fitting(traced: TracedStep, search: TileSearch, params: AutoParams, least: LeastMemory) -> list[FeasiblePlan]:
+def feasible_plans(
+    traced: TracedStep, search: TileSearch, params: AutoParams, least: LeastMemory
+) -> list[FeasiblePlan]:
     """Return the plans that fit of the original step, tiles, swaps, and both, the fastest first."""
     limit, plain = limit_of(traced, params), traced.plain.peak.peak_bytes
     if plain <= limit:
@@ -254,7 +254,7 @@ def _fitting(traced: TracedStep, search: TileSearch, params: AutoParams, least: 
         return []
     options = []
     swap = swaps_within(traced, params)
-    alone = None if params.swap is False else _swaps_alone(traced, swap, limit)
+    alone = None if params.swap is False else swaps_alone(traced, swap, limit)
     swapped = math.inf if alone is None else alone.seconds
     _tell(traced, [] if alone is None else [alone])
     tiled = traced.seconds if alone is None else max(search.least_seconds(limit), traced.seconds)
@@ -293,9 +293,9 @@ def _search(traced: TracedStep) -> TileSearch:
     """Return the search for tile plans of a step, with the estimates of earlier searches for it."""
 
     def begin() -> TileSearch:
-        if not traced.analysis.backward:
+        barriers = Barriers(traced) if traced.analysis.backward else None
+        if barriers is None:
             return InferenceSearch(traced)
-        barriers = Barriers(traced)
         return BarrierSearch(traced, barriers) if barriers.present else TrainingSearch(traced)
 
     return traced.once("search", begin)
@@ -315,7 +315,7 @@ def _reason_without_swaps(traced: TracedStep, params: AutoParams) -> str:
     return reason_without_tier(swaps_within(traced, params), traced.device)
 
 
-def _swaps_alone(traced: TracedStep, swap: SwapParams, limit: int) -> FeasiblePlan | None:
+def swaps_alone(traced: TracedStep, swap: SwapParams, limit: int) -> FeasiblePlan | None:
     """Return the plan with swaps alone, if one fits."""
     swaps = SwapSearch(traced, [], swap)
     alone = swaps.tuned(limit)
@@ -542,7 +542,7 @@ def _fast_budget(traced: TracedStep, params: AutoParams, search: TileSearch) -> 
             break
         budget = int(math.sqrt(slow * fast))
         larger = dataclasses.replace(params, memory_budget=budget)
-        plans = _fitting(traced, search, larger, LeastMemory(traced, search, larger))
+        plans = feasible_plans(traced, search, larger, LeastMemory(traced, search, larger))
         if plans and plans[0].seconds <= min(FAST_TIME_RATIO, params.max_slowdown) * traced.seconds:
             fast, ratio = budget, max(plans[0].seconds / traced.seconds, 1.0)
         else:

@@ -286,14 +286,14 @@ class SegmentTilings:
         self._halo = halo
         self._one_loop = segment.one_loop
         self._planner = planner_for(traced.analysis, segment, halo)
-        self._grids = thinned(auto_grids(traced.analysis, segment, batch, halo is Halo.CARRY), GRID_GROWTH)
+        self.grids = thinned(auto_grids(traced.analysis, segment, batch, halo is Halo.CARRY), GRID_GROWTH)
         self._exit_bytes = sum(map(traced.resident_bytes, segment.exits))
         images = (*map(loop_operand, segment.grad_entries), *segment.grad_exits)
         self._gradient_bytes = sum(map(traced.resident_bytes, images))
         self._gradient_bytes += sum(tensor.num_bytes(batch) for tensor in segment.reductions)
         self._choices: dict[Grid, BlockChoice] = {}
         self._estimates = estimates
-        self._candidates = candidates
+        self.candidates = candidates
         sizes = (traced.resident_bytes(candidate.tensor) for candidate in candidates)
         self._checkpoint_bytes = list(itertools.accumulate(sizes, initial=0))
         short = len(segment.forward) + len(segment.backward) <= MAX_OPS_ALL_PLANNED
@@ -308,27 +308,27 @@ class SegmentTilings:
             grid = self._coarsest_fitting(budget - num_bytes)
             if grid is None:
                 return
-            grid = fastest(self._grids, grid, functools.partial(self._seconds, count))
-            yield self._with_checkpoints(self._choice(grid), count)
+            grid = fastest(self.grids, grid, functools.partial(self._seconds, count))
+            yield self.with_checkpoints(self.choice(grid), count)
 
     def _seconds(self, count: int, grid: Grid) -> tuple[float, float]:
         """Return the time in a grid with `count` checkpoints, and a lower bound for it and all later grids."""
-        return self._with_checkpoints(self._choice(grid), count).seconds, self._estimate(grid).least[count]
+        return self.with_checkpoints(self.choice(grid), count).seconds, self._estimate(grid).least[count]
 
     def least_seconds(self, budget: int) -> float:
         """Return a lower bound of the time in any number of tiles, with as many checkpoints as fit."""
-        available = budget - self._choice(self._grids[0]).saved_bytes
+        available = budget - self.choice(self.grids[0]).saved_bytes
         count = sum(num_bytes <= available for num_bytes in self._checkpoint_bytes[1:])
-        return self._planned(self._grids[0]).least[count]
+        return self._planned(self.grids[0]).least[count]
 
-    def _with_checkpoints(self, choice: BlockChoice, count: int) -> BlockChoice:
+    def with_checkpoints(self, choice: BlockChoice, count: int) -> BlockChoice:
         """Return a choice with the first `count` candidates checkpointed."""
         assert choice.grid is not None
         return dataclasses.replace(
             choice,
             saved_bytes=choice.saved_bytes + self._checkpoint_bytes[count],
             seconds=choice.seconds - sum_in_order(self._estimate(choice.grid).savings[:count]),
-            checkpoints=frozenset(candidate.tensor for candidate in self._candidates[:count]),
+            checkpoints=frozenset(candidate.tensor for candidate in self.candidates[:count]),
         )
 
     def _coarsest_fitting(self, budget: int) -> Grid | None:
@@ -338,8 +338,8 @@ class SegmentTilings:
         and the borders between tiles need more, so that their sum falls first and rises then.
         """
         lowest = math.inf
-        for grid in self._grids:
-            choice = self._choice(grid)
+        for grid in self.grids:
+            choice = self.choice(grid)
             if choice.fits(budget):
                 return grid
             split_bytes = choice.saved_bytes + choice.working_bytes - self._exit_bytes - self._gradient_bytes
@@ -348,7 +348,7 @@ class SegmentTilings:
             lowest = min(lowest, split_bytes)
         return None
 
-    def _choice(self, grid: Grid) -> BlockChoice:
+    def choice(self, grid: Grid) -> BlockChoice:
         if grid not in self._choices:
             estimate = self._estimate(grid)
             first, last = self._blocks
@@ -367,12 +367,12 @@ class SegmentTilings:
 
     def _estimate(self, grid: Grid) -> TilingEstimate:
         """Return the estimate of a planned grid, or interpolate between the two planned ones around it."""
-        index = self._grids.index(grid)
+        index = self.grids.index(grid)
         before = index - index % self._stride
-        after = min(before + self._stride, len(self._grids) - 1)
+        after = min(before + self._stride, len(self.grids) - 1)
         if index in (before, after):
             return self._planned(grid)
-        first, last = self._grids[before], self._grids[after]
+        first, last = self.grids[before], self.grids[after]
         return self._planned(first).towards(self._planned(last), grid.num_tiles, first.num_tiles, last.num_tiles)
 
     def _planned(self, grid: Grid) -> TilingEstimate:
@@ -381,8 +381,8 @@ class SegmentTilings:
             batch, costs = self._traced.batch, self._traced.costs
             coarsening, loops = self._loops(grid)
             saved_bytes = sum(self._traced.resident_bytes(save.saved) for loop in loops for save in loop.saves)
-            savings = [self._saving(costs, loops[-1], candidate) for candidate in self._candidates]
-            least_savings = [self._saving(costs.lower_bound, loops[-1], candidate) for candidate in self._candidates]
+            savings = [self._saving(costs, loops[-1], candidate) for candidate in self.candidates]
+            least_savings = [self._saving(costs.lower_bound, loops[-1], candidate) for candidate in self.candidates]
             seconds, least = (sum_in_order(map(model.tile_loop, loops)) for model in (costs, costs.lower_bound))
             bounds = itertools.accumulate(least_savings, operator.sub, initial=least)
             iteration_bytes = self._traced.loop_memory.peak_bytes(loops[-1], batch)

@@ -83,7 +83,7 @@ class TrainingLog:
 
     def __init__(self, log_dir: str | None, board: Any) -> None:
         same = board is not None and (log_dir is None or os.path.abspath(log_dir) == os.path.abspath(board.log_dir))
-        self._board = board if same else None
+        self.board = board if same else None
         self._log_dir = log_dir if log_dir is not None or board is None else board.log_dir
         self.active = self._log_dir is not None
         self._own_writer: Any = None
@@ -148,12 +148,12 @@ class TrainingLog:
 
     def _writer(self) -> Any:
         """Return the writer of the Keras callback, or one for a run of the same log directory."""
-        shared = training_writer(self._board)
+        shared = training_writer(self.board)
         if shared is not None:
             return shared
         if self._own_writer is None:
             # A run of its own, because TensorBoard follows only the newer of two files in a run.
-            run = "train" if self._board is None else "tflms-sft"
+            run = "train" if self.board is None else "tflms-sft"
             self._own_writer = tf.summary.create_file_writer(os.path.join(str(self._log_dir), run))
         return self._own_writer
 

@@ -107,7 +107,7 @@ class RegionReads:
         self._view = view
         self._planned_shape = planned_shape
         self._lock = threading.Lock()
-        self._ahead: dict[tuple[Any, ...], _ReadAhead] = {}
+        self.ahead: dict[tuple[Any, ...], _ReadAhead] = {}
         self._of_shapes: dict[tuple[int, ...], RegionReads] = {}
         # TensorFlow refers to the function of an op weakly.
         self.read = functools.partial(self)
@@ -133,7 +133,7 @@ class RegionReads:
             if np.all(next_size):
                 begin, size = next_begin.copy(), next_size.copy()
                 with self._lock:
-                    self._ahead[images] = _ReadAhead(lambda: self._read(images, begin, size), begin, size)
+                    self.ahead[images] = _ReadAhead(lambda: self._read(images, begin, size), begin, size)
             return values
         except ImageReadError as error:
             record_error(error)
@@ -171,9 +171,9 @@ class RegionReads:
     def _take(self, images: tuple[Any, ...], begin: np.ndarray, size: np.ndarray) -> np.ndarray:
         """Return a region, which may have been read ahead."""
         with self._lock:
-            ahead = self._ahead.pop(images, None)
-            while len(self._ahead) >= MAX_READS_AHEAD:  # Those of steps that ended early.
-                del self._ahead[next(iter(self._ahead))]
+            ahead = self.ahead.pop(images, None)
+            while len(self.ahead) >= MAX_READS_AHEAD:  # Those of steps that ended early.
+                del self.ahead[next(iter(self.ahead))]
         if ahead is not None and (ahead.begin, ahead.size) == (tuple(begin), tuple(size)):
             return ahead.result()
         return self._read(images, begin, size)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+from collections.abc import Sequence
 
-_FOLDERS = ("/proc/self/fd", "/dev/fd")
+FOLDERS = ("/proc/self/fd", "/dev/fd")
 """Folders with a file for each open descriptor: that of Linux, and that of macOS and BSD."""
 
 
@@ -21,9 +22,9 @@ def open_file_limits() -> tuple[float, float]:
     return soft, hard
 
 
-def open_descriptors() -> list[int] | None:
+def open_descriptors(folders: Sequence[str] = FOLDERS) -> list[int] | None:
     """Return the descriptors of all open files and connections; `None` where the system does not list them."""
-    for folder in _FOLDERS:
+    for folder in folders:
         with contextlib.suppress(OSError), open(os.devnull, "rb") as probe:
             descriptors = [int(name) for name in os.listdir(folder)]
             if probe.fileno() in descriptors:  # Without `fdescfs`, the folder of FreeBSD has the first three alone.

@@ -118,14 +118,14 @@ def check_versions(*, quiet: bool = False) -> None:
     Raises:
         RewriteError: With the versions found, the supported versions and the command that installs them.
     """
-    notices = _pending_notices()
+    notices = pending_notices()
     for notice in [] if quiet else notices:
         print(f"tflms-sft: {notice}", file=sys.stderr, flush=True)
     notices.clear()
 
 
 @functools.cache
-def _pending_notices() -> list[str]:
+def pending_notices() -> list[str]:
     """Return the notices that `check_versions` has not printed yet."""
     versions = {package: installed_version(package) for package in SUPPORTED_RELEASES}
     installed = {package: version for package, version in versions.items() if version is not None}
