@@ -21,7 +21,7 @@ IMAGE_RANKS = (3, 4, 5)
 
 
 def add_batch_axis(graph: Graph, evaluate: StaticEvaluator) -> bool:
-    """Add the axis to operands of elementwise ops, and to results of reductions over the batch, in place.
+    """Add a batch axis of size 1 to operands of elementwise ops, and to results of reductions over the batch, in place.
 
     Returns:
         Whether there were any.

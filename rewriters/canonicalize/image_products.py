@@ -24,7 +24,7 @@ __all__: list[str] = []
 
 
 def rewrite_image_products(graph: Graph, evaluate: StaticEvaluator) -> bool:
-    """Rewrite all such products, in place.
+    """Replace matrix products of images that were reshaped to matrices by products of the images, in place.
 
     Returns:
         Whether there were any.

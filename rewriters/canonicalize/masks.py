@@ -30,7 +30,7 @@ _MAX_POSITIONS = 2**24
 
 
 def rewrite_masks(graph: Graph, evaluate: StaticEvaluator) -> bool:
-    """Rewrite all such masks, in place.
+    """Replace causal masks by comparisons of positions, and masks repeated for images by single ones, in place.
 
     Returns:
         Whether there were any.

@@ -25,7 +25,7 @@ __all__: list[str] = []
 
 
 def fold_matrices_into_images(graph: Graph, evaluate: StaticEvaluator) -> bool:
-    """Rewrite ops on matrices of pixels to ops on images, in place.
+    """Replace ops on matrices with a row for each pixel by ops on images, which tiles can cut, in place.
 
     Returns:
         Whether there were any.

@@ -26,7 +26,7 @@ __all__: list[str] = []
 
 
 def fold_windows_into_images(graph: Graph, evaluate: StaticEvaluator) -> bool:
-    """Rewrite ops on windows to ops on images of windows, in place.
+    """Replace ops on windows of images by ops on images of windows, which tiles can cut, in place.
 
     Returns:
         Whether there were any.

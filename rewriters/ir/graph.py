@@ -447,7 +447,7 @@ class Graph:
             self.aliases[old.name] = new
 
     def prune(self) -> int:
-        """Remove nodes that neither an output nor an effect needs, and return their number."""
+        """Remove dead nodes, which neither an output nor an effect needs; return their number."""
         live = ancestors([t.node for t in self.outputs] + self.keep)
         live.update(t.node for t in self.inputs)
         dropped = [name for name, node in self.nodes.items() if node not in live]

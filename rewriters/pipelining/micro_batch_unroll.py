@@ -93,7 +93,7 @@ class UnrolledStep:
 
 
 def unroll_micro_batches(analysis: GraphAnalysis, parts: StepPartition, spec: UnrollSpec) -> UnrolledStep:
-    """Return the graph of a step in micro-batches.
+    """Return a step with the ops that depend on the batch repeated for each micro-batch, and their results combined.
 
     Args:
         analysis: Analysis of the step as traced for one micro-batch.

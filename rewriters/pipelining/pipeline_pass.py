@@ -197,7 +197,7 @@ def _order(analysis: GraphAnalysis, stages: Stages, schedule: Schedule, tensor: 
 
 
 class _Placement:
-    """Assigns a device to every op of the new graph."""
+    """Assigns a device to every op: that of its slot, of its variable, or of its operands."""
 
     def __init__(
         self, analysis: GraphAnalysis, stages: Stages, *, schedule: Schedule, devices: Devices, unrolled: UnrolledStep

@@ -155,7 +155,7 @@ class EmittedLoop(NamedTuple):
 
 
 class RunUpdatesBeforeLoops(EdgePass):
-    """Lets each backward loop wait for the updates of variables whose gradients exist before the loop.
+    """Lets each backward loop wait for updates whose gradients exist before it, and need no memory afterwards.
 
     Otherwise gradients and the optimizer's intermediate values occupy memory beside the loop, in some runs.
     """

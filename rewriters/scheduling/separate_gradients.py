@@ -17,7 +17,7 @@ __all__: list[str] = []
 
 
 class SeparateGradients(EdgePass):
-    """Lets each gradient of a bias wait for the gradients of filters that it could be merged with."""
+    """Lets each gradient of a bias wait for the gradients of filters that oneDNN could merge it with."""
 
     def edges(self, graph: Graph) -> Iterator[ControlEdge]:
         """Yield an edge for each pair, unless the gradient of the filter waits for that of the bias."""

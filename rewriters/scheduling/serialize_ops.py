@@ -27,7 +27,7 @@ MAX_VISITED_OPS = 100
 
 
 class SerializeLargeOps(EdgePass):
-    """Brings ops that take or free much memory into one order.
+    """Brings ops that take or free much memory into one order, so that fewer of their results exist concurrently.
 
     The forward phase never waits for the backward phase. Shapes of activations that autodiff reads belong to the
     backward phase here.

@@ -38,7 +38,7 @@ class _Small(NamedTuple):
 
 
 class ShrinkBroadcasts(GraphPass[PassResult]):
-    """Lets elementwise ops read the sources of broadcast operands."""
+    """Lets elementwise ops read the sources of broadcast operands, so that no broadcast copy is saved."""
 
     def __init__(self, analyse: Callable[[Graph], GraphAnalysis]) -> None:
         """Prepare the pass; `analyse` returns the analysis of a graph."""

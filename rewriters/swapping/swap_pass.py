@@ -355,7 +355,7 @@ class SwapResult(PassResult):
 
 
 class InsertSwaps(GraphPass[SwapResult]):
-    """Adds swap-outs and swap-ins to a graph."""
+    """Adds swap-outs, swap-ins that wait for a trigger, and releases of the copies; bounds the swap-outs in flight."""
 
     new_stateful_ops = frozenset(("PyFunc", "While"))
     stage = Stage.SWAPPED

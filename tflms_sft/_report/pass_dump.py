@@ -6,25 +6,39 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from rewriters.ir.graph import Graph, GraphState
+from rewriters.ir.graph import Graph, GraphState, Node
 from rewriters.ir.graph_pass import dump_directory
 from rewriters.ir.text import graph_text, op_line
 from tflms_sft._report.plan import Plan
+from tflms_sft._util.byte_sizes import format_bytes
 
 SUMMARY = "summary.txt"
 
 MAX_TYPES = 6
 """Op types of which the summary gives the number of new and of removed ops."""
 
-MAX_EXAMPLES = 3
-"""Changed ops that the summary shows for each pass."""
+MAX_EXAMPLES = 4
+"""Patterns of new, removed and changed ops, each, of which the summary shows an example."""
+
+_LEGEND = """\
+Columns: ops, with constants, which the files show in the place of operands; ops that the pass added and removed; ops
+with other operands, types or devices; control edges added and removed between ops that stay; predicted peak. The lines
+below show one example of each pattern, with the number of such ops. A grid such as 2x4x1 has 2 groups of images, 4
+groups of rows and 1 of columns. Scopes: sft/ for tile loops, lms/ for swaps, micro_0/ for a micro-batch, pipeline/ for
+the slots of a schedule."""
 
 
-def write_dump(graph: Graph, plan: Plan) -> Path | None:
-    """Write the history of a rewritten graph to a new folder; return the folder, `None` if no dump is requested."""
+def write_dump(graph: Graph, plan: Plan, peak_bytes: Callable[[Graph], int | None] | None = None) -> Path | None:
+    """Write the history of a rewritten graph to a new folder; return the folder, `None` if no dump is requested.
+
+    Args:
+        graph: The rewritten graph.
+        plan: Its plan.
+        peak_bytes: Predicts the peak of a graph of the history; `None` for a graph that it has no model for.
+    """
     if not dump_directory():
         return None
     parent = Path(dump_directory())
@@ -32,10 +46,12 @@ def write_dump(graph: Graph, plan: Plan) -> Path | None:
     number = 1 + max((int(path.name[5:]) for path in parent.glob("step-[0-9]*")), default=0)
     folder = parent / f"step-{number:02d}"
     folder.mkdir()
-    states = graph.history
-    for number, state in enumerate(states):
+    for number, state in enumerate(graph.history):
         (folder / file_name(number, state)).write_text(graph_text(state.graph), encoding="utf-8")
-    (folder / SUMMARY).write_text("\n".join(_summary(states, plan)) + "\n", encoding="utf-8")
+    peaks = [None if peak_bytes is None else peak_bytes(state.graph) for state in graph.history]
+    peaks[-1:] = [plan.predicted.peak_bytes]
+    text = "\n".join((plan.summary(), "", *_summary(graph.history, peaks), ""))
+    (folder / SUMMARY).write_text(text, encoding="utf-8")
     return folder
 
 
@@ -44,22 +60,20 @@ def file_name(number: int, state: GraphState) -> str:
     return f"{number:02d}-{state.title}.txt"
 
 
-def _summary(states: Sequence[GraphState], plan: Plan) -> Iterator[str]:
-    """Yield the lines of the summary."""
-    yield plan.summary()
-    yield ""
-    yield "Ops after each pass, ops that it added and removed, ops with other operands, types or devices, and control"
-    yield "edges that it added and removed between ops that stay:"
-    yield ""
-    yield f"{'pass':36} {'ops':>6} {'added':>6} {'removed':>7} {'changed':>7} {'edges':>12}"
+def _summary(states: Sequence[GraphState], peaks: Sequence[int | None]) -> Iterator[str]:
+    """Yield the table of passes, and examples of what each of them changed."""
     changes = [_Changes(before.graph, after.graph) for before, after in zip(states, states[1:], strict=False)]
-    for number, state in enumerate(states):
-        name = file_name(number, state).removesuffix(".txt")
-        counts = changes[number - 1].counts() if number else ""
-        yield f"{name:36} {len(state.graph.nodes):6} {counts}".rstrip()
-    for number, (state, change) in enumerate(zip(states[1:], changes, strict=True), 1):
+    names = [file_name(number, state).removesuffix(".txt") for number, state in enumerate(states)]
+    yield f"{'pass':32} {'ops':>6} {'added':>6} {'removed':>7} {'changed':>7} {'edges':>12} {'peak':>9}"
+    for number, (name, state, peak) in enumerate(zip(names, states, peaks, strict=True)):
+        counts = changes[number - 1].counts() if number else " " * 35
+        shown = "" if peak is None else format_bytes(peak)
+        yield f"{name:32} {len(state.graph.nodes):6} {counts} {shown:>9}".rstrip()
+    yield ""
+    yield _LEGEND
+    for name, state, change in zip(names[1:], states[1:], changes, strict=True):
         yield ""
-        yield f"{file_name(number, state).removesuffix('.txt')}: {state.purpose}"
+        yield f"{name}: {state.purpose}"
         yield from change.examples()
 
 
@@ -77,7 +91,6 @@ class _Changes:
         ]
         self.new_edges = sum(len(now - earlier) for now, earlier in waits)
         self.old_edges = sum(len(earlier - now) for now, earlier in waits)
-        self.waiting = [node for (_, node), (now, earlier) in zip(kept, waits, strict=True) if now - earlier]
         self.changed = [(other, node) for other, node in kept if op_line(other) != op_line(node)]
 
     def counts(self) -> str:
@@ -86,15 +99,31 @@ class _Changes:
         return f"{len(self.added):6} {len(self.removed):7} {len(self.changed):7} {edges:>12}"
 
     def examples(self) -> Iterator[str]:
-        """Yield lines with types of new and removed ops, and some changed ops before and after."""
+        """Yield types of new and removed ops, and an example of each pattern of new, removed and changed ops."""
         for title, nodes in (("added", self.added), ("removed", self.removed)):
             if nodes:
                 yield f"  {title}: {_types(node.op for node in nodes)}"
-        for node in self.added[:MAX_EXAMPLES]:
-            yield f"  + {op_line(node)}"
-        for other, node in self.changed[:MAX_EXAMPLES]:
-            yield f"  - {op_line(other)}"
-            yield f"  + {op_line(node)}"
+        for old, new, count in (
+            *_patterns([(node, None) for node in self.removed]),
+            *_patterns([(None, node) for node in self.added]),
+            *_patterns(self.changed),
+        ):
+            number = f"  x{count}" if count > 1 else ""
+            if old is not None:
+                yield f"  - {op_line(old)}{'' if new else number}"
+            if new is not None:
+                yield f"  + {op_line(new)}{number}"
+
+
+def _patterns(
+    pairs: Sequence[tuple[Node | None, Node | None]],
+) -> Iterator[tuple[Node | None, Node | None, int]]:
+    """Yield the first pair of an op before and after for each of the most frequent op types, and the number of them."""
+    groups: dict[str, list[tuple[Node | None, Node | None]]] = {}
+    for old, new in pairs:
+        groups.setdefault((new or old).op, []).append((old, new))  # type: ignore[union-attr]
+    for group in sorted(groups.values(), key=len, reverse=True)[:MAX_EXAMPLES]:
+        yield (*group[0], len(group))
 
 
 def _types(ops: Iterable[str]) -> str:

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from rewriters.canonicalize.canonicalize import CanonicalMode
+from rewriters.emission.tile_pass import loop_nodes
 from rewriters.errors import BudgetError, RewriteError
 from rewriters.ir import tf_internals
 from rewriters.ir.graph import Graph
 from rewriters.ir.graph_pass import run_pass
-from rewriters.ir.graph_reader import from_concrete_function
+from rewriters.ir.graph_reader import from_concrete_function, is_call
 from rewriters.ir.region_reads import has_known_shape, region_reads
 from rewriters.scheduling.updates_after_reads import RunUpdatesAfterReads
 from rewriters.step_importer import StepImporter
@@ -36,7 +37,7 @@ from tflms_sft._planner.swap_planner import (
     notes,
     swapped_seconds,
 )
-from tflms_sft._planner.traced_step import TracedStep, analyse_step, collector_paused, seconds_of
+from tflms_sft._planner.traced_step import TracedStep, analyse_step, collector_paused, predicted_peak, seconds_of
 from tflms_sft._report.pass_dump import write_dump
 from tflms_sft._report.plan import Plan, amend_plan
 from tflms_sft._rewrite.plan_cache import cached_recipe, read_recipe, store_recipe
@@ -206,7 +207,14 @@ def carry_out(traced: TracedStep, choice: BudgetPlan, budget: int | None) -> tup
         budget: Bytes, if the choice was made for a budget.
     """
     importer, plan = _emitted(traced, choice, budget)
-    folder = write_dump(importer.graph, plan)
+
+    def peak_bytes(graph: Graph) -> int | None:
+        if any(is_call(node) or node.name.startswith("lms/") for node in graph.nodes.values()):
+            return None
+        plans = choice.plans if loop_nodes(graph) else []
+        return predicted_peak(traced, plans, limit=None if budget else 0, graph=graph).peak_bytes
+
+    folder = write_dump(importer.graph, plan, peak_bytes)
     if folder is not None:
         save_step(folder, traced, recipe_of(traced, choice, budget))
     return importer, plan
