@@ -362,9 +362,10 @@ class _LoopSplicer:
             loop.device = self.devices[loop]
         self.tile_loops[start] = tile_loop
         role = "backward" if tile_loop.backward else "forward"
-        metadata = Metadata(role=role, loop=LoopName(segment.name, tile_loop.name, str(tile_loop.grid)))
+        name = LoopName(segment.name, tile_loop.name, str(tile_loop.grid))
+        stage = None if self.stages is None else int(self.devices[loop])
         for node in itertools.islice(self.graph.nodes.values(), num_nodes, None):
-            node.metadata = metadata
+            node.metadata = Metadata(role=role, stage=None if node.op == "Const" else stage, loop=name)
         if tile_loop.backward:
             self.backward.add(loop)
         return loop

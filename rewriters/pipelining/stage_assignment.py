@@ -85,6 +85,9 @@ class _Assignment:
         self._check_last(weights)
         self._place_backward()
         self._place_shapes()
+        self.analysis.mark_roles()
+        for node, stage in self.of.items():
+            node.metadata = dataclasses.replace(node.metadata, stage=stage)
         return Stages(self.last + 1, self.of, self.owner, self.beside, frozenset(self.shape_only))
 
     def _weights(self) -> set[Node]:

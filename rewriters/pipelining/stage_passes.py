@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 from rewriters.analysis import summation_order
 from rewriters.analysis.autodiff_roles import in_scope, shape_computations
@@ -62,13 +61,6 @@ class StagedStep:
         return self.origin.get(tensor, tensor)
 
 
-class _Place(NamedTuple):
-    """Stage and phase of a new op."""
-
-    stage: int
-    backward: bool
-
-
 def with_tiles(staged: StagedStep, plans: list[SegmentPlan]) -> StagedStep:
     """Return the step with segments, each of one stage, replaced by tile loops.
 
@@ -76,14 +68,8 @@ def with_tiles(staged: StagedStep, plans: list[SegmentPlan]) -> StagedStep:
         staged: The step.
         plans: Segments of its analysis that share no operation.
     """
-    of = staged.stages.of
-    tiled = tile_stages(staged.analysis, plans, of)
-    places = {}
-    for node, tile_loop in tiled.tile_loops.items():
-        stage = next(of[op] for op in (*tile_loop.body, *tile_loop.replaces) if op in of)
-        if node.op != "Const":
-            places[node] = _Place(stage, tile_loop.backward)
-    return _transfer_metadata(staged, tiled.graph, places, tiled.tile_loops)
+    tiled = tile_stages(staged.analysis, plans, staged.stages.of)
+    return _transfer_metadata(staged, tiled.graph, tiled.tile_loops)
 
 
 def with_swaps(
@@ -115,12 +101,9 @@ def with_swaps(
     for swap in plan.swaps:
         swap.swap_ins = [part for swap_in in swap.swap_ins for part in _of_stages(swap_in, staged.stages.of)]
     result = insert_swaps(analysis, plan.swaps, tier, max_in_flight)
-    places = _places_of_swaps(staged, result.graph, set(result.swap_outs))
-    stages = {node.name: place.stage for node, place in places.items()}
-    graph = run_pass(_DropEdgesBetweenStages(staged, stages), result.graph).graph
-    places = {graph.nodes[node.name]: place for node, place in places.items()}
+    graph = run_pass(_DropEdgesBetweenStages(staged), result.graph).graph
     outs = [graph.nodes[node.name] for node in result.swap_outs]
-    return _swapped(_transfer_metadata(staged, graph, places, {}), plan, outs)
+    return _swapped(_transfer_metadata(staged, graph, {}), plan, outs)
 
 
 def _of_stages(swap_in: SwapIn, stages: Mapping[Node, int]) -> list[SwapIn]:
@@ -150,52 +133,19 @@ def _in_order(staged: StagedStep, min_bytes: int, batch: int) -> StagedStep:
         inside = {node.name for node in ordered if stages.of[node] == stage}
         fixed = (analysis.graph.nodes.keys() - inside) | merged
         passes.append(SerializeLargeOps(backward=backward, fixed=fixed, min_bytes=min_bytes, batch=batch))
-    return _transfer_metadata(staged, run_passes(analysis.graph, passes).graph, {}, {})
-
-
-def _places_of_swaps(staged: StagedStep, graph: Graph, outs: set[Node]) -> dict[Node, _Place]:
-    """Return the place of each swap op: swap-outs with the producer, swap-ins and releases with the consumers."""
-    known = staged.analysis.graph.nodes
-    places: dict[str, _Place] = {}
-
-    def place(node: Node) -> _Place | None:
-        original = known.get(node.name)
-        if original is None:
-            return places.get(node.name)
-        stage = staged.stages.of.get(original)
-        return None if stage is None else _Place(stage, original in staged.analysis.backward)
-
-    new = [node for node in graph.execution_order() if node.name not in known]
-    readers = graph.consumers()
-    for node in reversed(new):
-        if node in outs:
-            around = [node.inputs[0].node]
-        elif node.outputs and node.op != "Const":
-            reading = [reader for index in range(len(node.outputs)) for reader, _ in readers.get(node.out(index), ())]
-            around = reading or node.control_inputs
-        else:
-            continue
-        candidates = [there for there in map(place, around) if there is not None]
-        if candidates:  # The first that runs: forward before backward, where stages run from the last one down.
-            places[node.name] = min(
-                candidates, key=lambda there: (there.backward, -there.stage if there.backward else 0)
-            )
-    return {node: places[node.name] for node in new if node.name in places}
+    return _transfer_metadata(staged, run_passes(analysis.graph, passes).graph, {})
 
 
 class _DropEdgesBetweenStages(GraphPass[PassResult]):
     """Removes the control edges of swaps that lead to other stages, or that delay counters and metrics.
 
-    Args:
-        staged: The step before swaps were inserted.
-        stages: Stage of each op of the swaps, by name.
+    `staged` is the step before swaps were inserted.
     """
 
-    def __init__(self, staged: StagedStep, stages: Mapping[str, int]) -> None:
-        slotted = scheduled_ops(staged.analysis, staged.parts, staged.stages)
+    def __init__(self, staged: StagedStep) -> None:
         self._graph = staged.analysis.graph
         self._update = {node.name for node in staged.parts.update}
-        self._stages = {node.name: staged.stages.of[node] for node in slotted} | dict(stages)
+        self._scheduled = {node.name for node in scheduled_ops(staged.analysis, staged.parts, staged.stages)}
 
     def call(self, graph: Graph) -> PassResult:
         """Return a copy of the graph without these edges."""
@@ -219,25 +169,27 @@ class _DropEdgesBetweenStages(GraphPass[PassResult]):
             return True
         if original is not None and any(before.name == other.name for other in original.control_inputs):
             return True
-        stage = self._stages.get(node.name)
-        return stage is not None and self._stages.get(before.name) == stage
+        stage = self._stage(node)
+        return stage is not None and self._stage(before) == stage
+
+    def _stage(self, node: Node) -> int | None:
+        """Return the stage of an op in a slot, or of a swap; `None` for other ops."""
+        is_placed = node.name in self._scheduled or node.name not in self._graph.nodes
+        return node.metadata.stage if is_placed else None
 
 
-def _transfer_metadata(
-    staged: StagedStep, graph: Graph, places: Mapping[Node, _Place], tile_loops: Mapping[Node, TileLoop]
-) -> StagedStep:
+def _transfer_metadata(staged: StagedStep, graph: Graph, tile_loops: Mapping[Node, TileLoop]) -> StagedStep:
     """Return the step with its partition and stages carried over to the graph of a pass.
 
     Args:
         staged: The step before.
         graph: The new graph: operations that it has kept have kept their names.
-        places: Where the new operations belong, but for sizes, constants, and what only ends others.
         tile_loops: New operations of tile loops, each with its loop.
     """
     old = staged.analysis
     nodes = graph.nodes
-    backward = {nodes[node.name] for node in old.backward if node.name in nodes}
-    backward |= {node for node, place in places.items() if place.backward}
+    backward = {node for node in nodes.values() if node.metadata.role in ("backward", "update")}
+    of = {node: node.metadata.stage for node in nodes.values() if node.metadata.stage is not None}
     analysis = GraphAnalysis(graph, backward=backward)
     new = [node for node in analysis.order if node.name not in old.graph.nodes]
 
@@ -251,7 +203,7 @@ def _transfer_metadata(
     repeated = kept(staged.parts.per_micro_batch)
     sources = {graph.inputs[position].node for position in staged.batched}
     for node in new:
-        if node in places or any(before.node in repeated or before.node in sources for before in node.inputs):
+        if node in of or any(before.node in repeated or before.node in sources for before in node.inputs):
             repeated.add(node)
         elif node.op == "NoOp" and any(before in repeated for before in node.control_inputs):
             repeated.add(node)
@@ -263,8 +215,6 @@ def _transfer_metadata(
         tuple(map(moved, staged.parts.carried_variables)),
         frozenset(sources),
     )
-    of = {nodes[n.name]: stage for n, stage in staged.stages.of.items() if n.name in nodes}
-    of.update((node, place.stage) for node, place in places.items())
     sizes = shape_computations(analysis.order)
     for node in reversed(new):  # Sizes that loops read are computed where they are read.
         if node in sizes and node not in of:
@@ -272,6 +222,7 @@ def _transfer_metadata(
             consumer_stages = [of[reader] for reader in reading if reader in of]
             if consumer_stages:
                 of[node] = min(consumer_stages)
+                node.metadata = dataclasses.replace(node.metadata, stage=of[node])
     stages = Stages(
         staged.stages.count,
         of,

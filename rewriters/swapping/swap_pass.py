@@ -426,8 +426,10 @@ class InsertSwaps(GraphPass[SwapResult]):
                 by_loop.setdefault((swap.tensor.node, swap.saved.reader), []).append(swap.saved)
         outs = []
         for (loop, reader), lists in by_loop.items():
+            num_nodes = len(new.nodes)
             swap_lists(new, lists, self.tier)
             self.tier.release(new, new.unique_name(f"lms/{loop.name}/given_back"), [new.nodes[reader.name]])
+            self._set_metadata(new, num_nodes, reader)
             producer = new.nodes[loop.name]
             outs.append(_SwapOut(self.analysis.level[loop], producer, producer, merged=True))
         return outs
@@ -457,9 +459,9 @@ class InsertSwaps(GraphPass[SwapResult]):
 
     @staticmethod
     def _set_metadata(graph: Graph, num_nodes: int, like: Node) -> None:
-        """Give the nodes that were added after the first `num_nodes` the metadata of another one."""
+        """Give the nodes, but constants, that were added after the first `num_nodes` the metadata of another one."""
         for node in itertools.islice(graph.nodes.values(), num_nodes, None):
-            node.metadata = like.metadata
+            node.metadata = like.metadata if node.op != "Const" else node.metadata
 
 
 def insert_swaps(analysis: GraphAnalysis, swaps: Sequence[Swap], tier: Tier, max_in_flight: int) -> SwapResult:
