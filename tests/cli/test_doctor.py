@@ -35,7 +35,6 @@ def test_doctor_with_wrong_results_fails(cli, monkeypatch):
 
 def test_doctor_with_old_or_missing_packages_fails_without_further_checks(cli, monkeypatch):
     supported = {"tensorflow": ((2, 90), (2, 91)), "nonesuch": ((1, 0), (2, 0))}
-    monkeypatch.setattr("tflms_sft._cli.doctor.SUPPORTED_RELEASES", supported)
     monkeypatch.setattr("tflms_sft._util.requirements.SUPPORTED_RELEASES", supported)
     code, out, _ = cli("doctor")
     failed = [line for line in out.splitlines() if line.startswith("FAILED")]

@@ -1,6 +1,7 @@
 """Tests of `measure`: peaks, timelines, and restored variables."""
 
 import math
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -17,7 +18,7 @@ from rewriters.ir.device_detection import planned_device
 from tflms_sft import PipelineParams, SFTParams
 from tflms_sft._report.op_names import short_op_names
 from tflms_sft._report.plan_records import Measurement
-from tflms_sft._rewrite.measure import read_peak, reset_peak
+from tflms_sft._rewrite.peak_statistics import read_peak, reset_peak
 from tflms_sft._util.byte_sizes import format_bytes
 
 SIZE = 128
@@ -31,8 +32,8 @@ def test_first_call_above_its_budget_warns_once(monkeypatch):
         reads.append(step_bytes)
         return tflms_sft.Measurement(int(1.06 * budget), "allocator statistics")
 
-    monkeypatch.setattr("tflms_sft._rewrite.rewritten_step.reset_peak", lambda tiers: 0)
-    monkeypatch.setattr("tflms_sft._rewrite.rewritten_step.read_peak", read_peak)
+    statistics = SimpleNamespace(reset_peak=lambda tiers: 0, read_peak=read_peak)
+    monkeypatch.setattr("tflms_sft._rewrite.rewritten_step.peak_statistics", statistics)
     images = tf.random.normal((4, 24, 24, 3), dtype=tf.float64)
     step = tflms_sft.rewrite(gradient_step(classifier()), tflms_sft.AutoParams(budget), images)
     tf.function(step)(images)
@@ -64,7 +65,8 @@ IMAGES = np.random.default_rng(0).normal(size=(2, SIZE, SIZE, 8)).astype("float3
 @pytest.fixture
 def records(monkeypatch):
     """Use allocation records even if the device keeps statistics."""
-    monkeypatch.setattr("tflms_sft._rewrite.measure.reset_peak", lambda tiers=(): None)
+    without_statistics = SimpleNamespace(reset_peak=lambda tiers=(): None)
+    monkeypatch.setattr("tflms_sft._rewrite.measure.peak_statistics", without_statistics)
 
 
 @pytest.mark.usefixtures("records")
@@ -194,11 +196,11 @@ def test_measure_step_types_agree():
 def either_way(request, monkeypatch):
     """Parametrised by whether the device keeps statistics."""
     statistics = request.param == "statistics"
-    monkeypatch.setattr("tflms_sft._rewrite.measure.reset_peak", lambda tiers=(): 0 if statistics else None)
-    if statistics:
-        monkeypatch.setattr(
-            "tflms_sft._rewrite.measure.read_peak", lambda in_use, own, tiers: Measurement(1, "statistics")
-        )
+    replaced = SimpleNamespace(
+        reset_peak=lambda tiers=(): 0 if statistics else None,
+        read_peak=lambda in_use, own, tiers: Measurement(1, "statistics"),
+    )
+    monkeypatch.setattr("tflms_sft._rewrite.measure.peak_statistics", replaced)
     return request.param
 
 

@@ -25,7 +25,7 @@ from tflms_sft._cli.kernel_check import KernelReport, check_kernels
 from tflms_sft._util import requirements
 from tflms_sft._util.byte_sizes import format_bytes
 from tflms_sft._util.open_files import open_file_limits
-from tflms_sft._version import PYTHON_RELEASES, SUPPORTED_RELEASES, __version__
+from tflms_sft._version import PYTHON_RELEASES, __version__
 
 __all__: list[str] = []
 
@@ -68,7 +68,9 @@ def execute(options: argparse.Namespace) -> Outcome:
         ("Keras", _keras),
         ("spill directory", lambda: _spill(options.spill_dir)),
     ]
-    is_supported = not any(line.name in (*SUPPORTED_RELEASES, BACKEND) and line.status == FAILED for line in lines)
+    is_supported = not any(
+        line.name in (*requirements.SUPPORTED_RELEASES, BACKEND) and line.status == FAILED for line in lines
+    )
     if is_supported:
         progress.say("checking TensorFlow ...")
         for name, check in checks:
@@ -111,7 +113,7 @@ def _python() -> Iterator[Finding]:
         yield Finding(NOTE, "Python", f"{text}; newer than the tested versions, {tested}")
     else:
         yield Finding(FINE, "Python", text)
-    for package in (*SUPPORTED_RELEASES, "numpy"):
+    for package in (*requirements.SUPPORTED_RELEASES, "numpy"):
         yield _version(package)
     backend = requirements.keras_backend()
     is_tensorflow = backend == requirements.TENSORFLOW
@@ -128,10 +130,10 @@ def _version(package: str) -> Finding:
         if importlib.util.find_spec(package) is None:
             return Finding(FAILED, package, f"not installed; install it with: {requirements.pip_command()}")
         version = str(getattr(importlib.import_module(package), "__version__", "of unknown version"))
-    if package in SUPPORTED_RELEASES and requirements.is_too_old(package, version):
+    if package in requirements.SUPPORTED_RELEASES and requirements.is_too_old(package, version):
         supported, command = requirements.supported_range(package), requirements.pip_command()
         return Finding(FAILED, package, f"{version}; supported: {supported}; install with: {command}")
-    if package in SUPPORTED_RELEASES and requirements.is_untested(package, version):
+    if package in requirements.SUPPORTED_RELEASES and requirements.is_untested(package, version):
         tested = requirements.supported_range(package)
         return Finding(NOTE, package, f"{version}; newer than the tested versions, {tested}")
     return Finding(FINE, package, version)

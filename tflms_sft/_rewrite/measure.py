@@ -16,8 +16,8 @@ from rewriters.ir.device_detection import planned_device
 from tflms_sft._params.device_names import remote_devices
 from tflms_sft._report.plan import amend_plan
 from tflms_sft._report.plan_records import Measurement, Timeline
+from tflms_sft._rewrite import peak_statistics
 from tflms_sft._rewrite.measured_timeline import timelines as device_timelines
-from tflms_sft._rewrite.peak_statistics import read_peak, reset_peak
 from tflms_sft._rewrite.rewritten_step import RewrittenStep
 from tflms_sft._trace.step_tracing import is_concrete
 from tflms_sft._util.text import shortened
@@ -73,11 +73,11 @@ def measure(step: Any, *args: Any, timelines: bool = False, **kwargs: Any) -> Me
     ]
     try:
         measurement = None
-        if reset_peak() is not None:
+        if peak_statistics.reset_peak() is not None:
             run(*args, **kwargs)  # The first run includes TensorFlow's graph optimisation.
-            in_use = reset_peak(tiers)
+            in_use = peak_statistics.reset_peak(tiers)
             run(*args, **kwargs)
-            measurement = read_peak(in_use or 0, step_bytes, tiers)
+            measurement = peak_statistics.read_peak(in_use or 0, step_bytes, tiers)
         if measurement is None or timelines:
             with without_gpu_optimizers() if isinstance(step, RewrittenStep) else contextlib.nullcontext():
                 lines = _timelines(concrete_fn, arguments)

@@ -18,7 +18,7 @@ from tflms_sft._batches.batch_limits import BatchLimit, planned_size_error
 from tflms_sft._cluster.worker_watch import workers_watched
 from tflms_sft._report.plan import Plan, amend_plan
 from tflms_sft._report.summary import excess_remedy
-from tflms_sft._rewrite.peak_statistics import read_peak, reset_peak
+from tflms_sft._rewrite import peak_statistics
 from tflms_sft._sources.region_reads import read_errors
 from tflms_sft._trace.step_tracing import spec_of
 from tflms_sft._util.byte_sizes import format_bytes, format_excess
@@ -110,14 +110,14 @@ class RewrittenStep:
         if self._is_measured or not tf.executing_eagerly():
             return self._function(*flat)
         self._is_measured = True
-        in_use = reset_peak(self.tiers)
+        in_use = peak_statistics.reset_peak(self.tiers)
         result = self._function(*flat)
         if in_use is None:
             return result
         tf.nest.map_structure(lambda value: value.numpy() if hasattr(value, "numpy") else value, result)
         arguments = (int(tf.size(tensor)) * tensor.dtype.size for tensor in flat)
         step_bytes = [*tf_internals.variable_sizes(self.concrete_function), *arguments]
-        self.plan = amend_plan(self.plan, measured=read_peak(in_use, step_bytes, self.tiers))
+        self.plan = amend_plan(self.plan, measured=peak_statistics.read_peak(in_use, step_bytes, self.tiers))
         excess = excess_text(self.plan)
         if excess:
             warnings.warn(excess, stacklevel=3)
