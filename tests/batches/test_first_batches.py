@@ -61,12 +61,12 @@ def test_wait_until_stable_returns_after_constant_values():
         asked.append(time.monotonic())
         return min(len(asked), 10)
 
-    first_batches._wait_until_stable(0.1, look)
+    first_batches.wait_until_stable(0.1, look)
     assert len(asked) > 10 and asked[-1] - asked[9] >= 0.1 and time.monotonic() - begun < first_batches.MAX_WAIT_SECONDS
 
 
 def test_wait_until_stable_ends_at_max_wait(monkeypatch):
     monkeypatch.setattr(first_batches, "MAX_WAIT_SECONDS", 0.2)
     asked = []
-    first_batches._wait_until_stable(0.1, lambda: asked.append(0) or len(asked))
+    first_batches.wait_until_stable(0.1, lambda: asked.append(0) or len(asked))
     assert 2 < len(asked) < 30

@@ -93,7 +93,7 @@ class PeekedBatches:
         """
         if not planned_device().has_allocator_stats:
             return
-        _wait_until_stable(min(max(self._fetch_seconds, MIN_STABLE_SECONDS), MAX_WAIT_SECONDS), _bytes_in_use)
+        wait_until_stable(min(max(self._fetch_seconds, MIN_STABLE_SECONDS), MAX_WAIT_SECONDS), _bytes_in_use)
 
     def bytes_on_device(self) -> list[int]:
         """Return the sizes of those tensors of the first batch that lie in the measured memory."""
@@ -105,7 +105,7 @@ def _bytes_in_use() -> int:
     return int(tf.config.experimental.get_memory_info(planned_device().name)["current"])
 
 
-def _wait_until_stable(stable_seconds: float, read: Callable[[], int]) -> None:
+def wait_until_stable(stable_seconds: float, read: Callable[[], int]) -> None:
     """Wait until `read` has returned one value for `stable_seconds`, at most `MAX_WAIT_SECONDS`."""
     end = time.monotonic() + MAX_WAIT_SECONDS
     last, since = read(), time.monotonic()
