@@ -42,7 +42,7 @@ def add_batch_axis(graph: Graph, evaluate: StaticEvaluator) -> bool:
                 continue
             if 0 in axes and len(node.inputs[0].shape or ()) in IMAGE_RANKS and _has_pixels(node.out()):
                 mapping[node.out()] = _reduce_to_image(graph, node, axes)
-    graph.replace_tensors(mapping)
+    graph.replace_tensors(mapping, waits=True)
     graph.prune()
     return bool(images or mapping)
 

@@ -194,14 +194,7 @@ def _bypass(graph: Graph, mapping: dict[Tensor, Tensor]) -> bool:
     Returns:
         Whether any tensor was bypassed.
     """
-    sources: dict[Node, list[Node]] = {}
-    for old, new in mapping.items():
-        sources.setdefault(old.node, []).append(new.node)
-    for node in graph.nodes.values():
-        if any(c in sources for c in node.control_inputs):
-            waits = [s for c in node.control_inputs for s in sources.get(c, [c])]
-            node.control_inputs = list(dict.fromkeys(waits))
-    graph.replace_tensors(mapping)
+    graph.replace_tensors(mapping, waits=True)
     return bool(mapping)
 
 
@@ -462,12 +455,9 @@ def _sum_repetitions(graph: Graph, evaluate: StaticEvaluator) -> bool:
         Whether there were any.
     """
     mapping: dict[Tensor, Tensor] = {}
-    readers = graph.consumers()
     for node in list(graph.nodes.values()):
         if node.op != "Sum" or node.attrs["keep_dims"].b:
             continue
-        if not readers.get(node.out()) and node.out() not in graph.outputs:
-            continue  # Ops that wait for it keep it in the graph after an earlier round.
         before = node.inputs[0].node
         if before.op != "Reshape" or node.control_inputs or before.control_inputs:
             continue
@@ -485,8 +475,7 @@ def _sum_repetitions(graph: Graph, evaluate: StaticEvaluator) -> bool:
         summed = [b == 1 and evaluate.sizes.assume_equal(a, c) for a, b, c in zip(times, sizes, shape, strict=True)]
         if all(u or s for u, s in zip(unchanged, summed, strict=True)):
             mapping[node.out()] = _sum_over(graph, node, source, tuple(i for i, u in enumerate(unchanged) if not u))
-    graph.replace_tensors(mapping)
-    return bool(mapping)
+    return _bypass(graph, mapping)
 
 
 def _sum_over(graph: Graph, node: Node, source: Tensor, axes: tuple[int, ...]) -> Tensor:
@@ -524,8 +513,7 @@ def _split_shapes(graph: Graph) -> bool:
             rank = int_constant(graph, f"{node.name}/static", len(node.inputs[0].shape), tf.int32)
             rank.control_inputs = list(node.control_inputs)
             mapping[node.out()] = rank.out()
-    graph.replace_tensors(mapping)
-    return bool(mapping)
+    return _bypass(graph, mapping)
 
 
 def _shape_of(graph: Graph, node: Node, index: int = 0) -> Node:

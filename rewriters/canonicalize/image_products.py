@@ -44,7 +44,7 @@ def rewrite_image_products(graph: Graph, evaluate: StaticEvaluator) -> bool:
             continue
         if product is not None:
             replaced[node.out()] = product
-    graph.replace_tensors(replaced)
+    graph.replace_tensors(replaced, waits=True)
     return _absorb_transposes(graph, evaluate) or bool(replaced)
 
 
@@ -74,7 +74,7 @@ def _absorb_transposes(graph: Graph, evaluate: StaticEvaluator) -> bool:
         if tensor != node.out() or any(t in sources for t in node.inputs):
             equation = f"{','.join(labels for labels, _ in operands)}->{result}"
             replaced[tensor] = _einsum(graph, node, equation, [t for _, t in operands], tensor.shape)
-    graph.replace_tensors(replaced)
+    graph.replace_tensors(replaced, waits=True)
     return bool(replaced)
 
 

@@ -51,7 +51,7 @@ def rewrite_masks(graph: Graph, evaluate: StaticEvaluator) -> bool:
             continue
         if mask is not None and node.out() not in graph.outputs:
             replaced[node.out()] = mask
-    graph.replace_tensors(replaced)
+    graph.replace_tensors(replaced, waits=True)
     return bool(replaced)
 
 

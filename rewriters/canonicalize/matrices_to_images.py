@@ -59,7 +59,8 @@ class _MatrixFolder:
                 continue
             for index, result in enumerate(self._rewritten(node)):
                 replaced[node.out(index)] = result
-        self.graph.replace_tensors({old: self._as_original(old, new) for old, new in replaced.items()})
+        originals = {old: self._as_original(old, new) for old, new in replaced.items()}
+        self.graph.replace_tensors(originals, waits=True)
         return changed or bool(replaced)
 
     def _reshape(self, node: Node) -> bool:

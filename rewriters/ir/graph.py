@@ -434,13 +434,23 @@ class Graph:
             raise RewriteError(f"The graph has a cycle through {_cycle(self.nodes.values())}.")
         return order
 
-    def replace_tensors(self, mapping: Mapping[Tensor, Tensor]) -> None:
-        """Replace operands, in one pass over the graph: each consumer of a key reads its value."""
+    def replace_tensors(self, mapping: Mapping[Tensor, Tensor], *, waits: bool = False) -> None:
+        """Replace operands, in one pass over the graph: each consumer of a key reads its value.
+
+        Args:
+            mapping: New tensor for each replaced one.
+            waits: Whether ops that wait for the producer of a key wait for the producers of the new tensors instead.
+        """
         if not mapping:
             return
+        sources: dict[Node, list[Node]] = {}
+        for old, new in mapping.items() if waits else ():
+            sources.setdefault(old.node, []).append(new.node)
         for node in self.nodes.values():
             if any(t in mapping for t in node.inputs):
                 node.inputs = [mapping.get(t, t) for t in node.inputs]
+            if any(c in sources for c in node.control_inputs):
+                node.control_inputs = list(dict.fromkeys(s for c in node.control_inputs for s in sources.get(c, [c])))
         self.outputs = [mapping.get(t, t) for t in self.outputs]
         self.aliases = {name: mapping.get(t, t) for name, t in self.aliases.items()}
         for old, new in mapping.items():

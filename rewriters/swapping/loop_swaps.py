@@ -124,7 +124,7 @@ def swap_lists(new: Graph, lists: Sequence[SavedList], tier: Tier) -> None:
     _set_body(new, loop, _swapping_out(loop, lists, tier, f"{name}/swap_out"), tier)
     _set_body(new, reader, _swapping_in(reader, lists, tier, f"{name}/swap_in"), tier)
     # TensorFlow begins a loop when its first operand exists: elements would be swapped in during the forward pass.
-    reader.control_inputs = list(dict.fromkeys(predecessors(reader)))
+    reader.control_inputs = [node for node in dict.fromkeys(predecessors(reader)) if node.op != "Const"]
 
 
 def _swapping_out(loop: Node, lists: Sequence[SavedList], tier: Tier, name: str) -> Graph:

@@ -12,6 +12,8 @@ from rewriters.tiling.extents import known_extents, max_tiles
 from rewriters.tiling.segment import Segment
 from rewriters.tiling.tile_planner import Grid
 
+__all__: list[str] = []
+
 AUTO_TILES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 """Tiles per axis that are tried, fewest first. For sequences, batches and loops between barriers they go on: 96, 128,
 192, 256, ..."""

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from equivalence import error
+from graph_rewrites import Rewriting, traced
 
 import tflms_sft
 from rewriters.canonicalize import canonicalize
@@ -74,29 +75,6 @@ def test_fused_batch_norm_on_tiles_equals_original(is_training, factor, known_ba
     assert max(error(g, w) for g, w in zip(got, want, strict=True)) < 2e-5
 
 
-def test_fused_batch_norm_gradient_of_other_statistics_stays_fused():
-    def step(x, dy, kept):
-        scale = tf.ones([CHANNELS])
-        y = tf.raw_ops.FusedBatchNormV3(x=x, scale=scale, offset=scale, mean=scale, variance=scale)[0]
-        gradient = tf.raw_ops.FusedBatchNormGradV3(
-            y_backprop=dy, x=x, scale=scale, reserve_space_1=kept, reserve_space_2=kept, reserve_space_3=kept
-        )[0]
-        return y, gradient
-
-    shapes = [(2, 8, 7, CHANNELS), (2, 8, 7, CHANNELS), (CHANNELS,)]
-    concrete_fn = tf.function(step).get_concrete_function(*map(tf.TensorSpec, shapes))
-    ops = [node.op for node in canonicalize.read_canonical(concrete_fn).nodes.values()]
-    assert {"FusedBatchNormV3", "FusedBatchNormGradV3"} <= set(ops)
-
-
-def test_fused_batch_norm_exact_mode_stays_fused():
-    concrete_fn = Fused(True, 1.0).step.get_concrete_function(tf.TensorSpec((2, 8, 7, 2)))
-    ops = [
-        node.op for node in canonicalize.read_canonical(concrete_fn, canonicalize.CanonicalMode.EXACT).nodes.values()
-    ]
-    assert {"FusedBatchNormV3", "FusedBatchNormGradV3"} <= set(ops)
-
-
 def test_fused_batch_norm_gradient_in_branch_stays_fused():
     """A gradient inside of a branch is not expanded, and kernels store other values than the expansion."""
 
@@ -128,3 +106,46 @@ def test_fused_batch_norm_colocated_op_is_imported():
 
     concrete_fn = tf.function(step, autograph=False).get_concrete_function(tf.TensorSpec((2, 8, 7, CHANNELS)))
     assert "Relu" in [node.op for node in canonicalize.read_canonical(concrete_fn).nodes.values()]
+
+
+def fused(mode=canonicalize.CanonicalMode.TILING):
+    return Rewriting(lambda graph: canonicalize.read_canonical(traced(graph), mode), run=True)
+
+
+def test_expand_fused_batch_norm_in_training_reduces_over_the_images():
+    fused().check("""
+      - graph(x: float32[?,4,5,3], scale: float32[3])
+      + graph(Placeholder: float32[?,4,5,3], Placeholder_1: float32[3])
+      - norm = (float32[?,4,5,3], float32[3], float32[3], float32[3], float32[3], float32[...]) FusedBatchNormV3(x,
+              scale, scale, scale, scale)
+      - return norm
+      + norm/Mean = float32[1,1,1,3] Mean(Placeholder, [0, 1, 2]) {keep_dims=True}
+      + norm/SquaredDifference = float32[?,4,5,3] SquaredDifference(Placeholder, norm/Mean)
+      + norm/Mean_1 = float32[1,1,1,3] Mean(norm/SquaredDifference, [0, 1, 2]) {keep_dims=True}
+      + norm/Reshape = float32[3] Reshape(norm/Mean, [-1])
+      + norm/Reshape_1 = float32[3] Reshape(norm/Mean_1, [-1])
+      + norm/add = float32[3] AddV2(norm/Reshape_1, 0.0001)
+      + norm/Rsqrt = float32[3] Rsqrt(norm/add)
+      + norm/mul_3 = float32[3] Mul(norm/Rsqrt, Placeholder_1)
+      + norm/sub_1 = float32[?,4,5,3] Sub(Placeholder, norm/Reshape)
+      + norm/mul_4 = float32[?,4,5,3] Mul(norm/sub_1, norm/mul_3)
+      + norm/add_1 = float32[?,4,5,3] AddV2(norm/mul_4, Placeholder_1)
+      + norm/Identity = float32[?,4,5,3] Identity(norm/add_1)
+      + Identity = float32[?,4,5,3] Identity(norm/Identity)
+      + return Identity
+    """)
+
+
+@pytest.mark.parametrize("mode", canonicalize.CanonicalMode)
+def test_expand_fused_batch_norm_gradient_of_other_statistics_stays_fused(mode):
+    fused(mode).check("""
+      - graph(x: float32[2,4,5,3], scale: float32[3])
+      + graph(Placeholder: float32[2,4,5,3], Placeholder_1: float32[3])
+      - gradient = (float32[2,4,5,3], float32[3], float32[3], float32[0], float32[0]) FusedBatchNormGradV3(x, x, scale,
+              scale, scale, scale)
+      + gradient = (float32[2,4,5,3], float32[3], float32[3], float32[0], float32[0]) FusedBatchNormGradV3(Placeholder,
+              Placeholder, Placeholder_1, Placeholder_1, Placeholder_1, Placeholder_1)
+      - return gradient
+      + Identity = float32[2,4,5,3] Identity(gradient)
+      + return Identity
+    """)

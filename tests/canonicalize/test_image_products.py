@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from equivalence import TOLERANCE, Step, error
+from graph_rewrites import step
 
 import tflms_sft
-from rewriters.canonicalize import canonicalize
-from rewriters.step_importer import StepImporter
+from rewriters.canonicalize.image_products import rewrite_image_products
 
 RANDOM = np.random.RandomState(0)
 
@@ -16,101 +16,12 @@ def numbers(*shape):
     return tf.constant(RANDOM.normal(size=shape))
 
 
-def with_gradients(function):
-    """Return a function that adds the gradients by all arguments."""
-
-    def call(*arguments):
-        with tf.GradientTape() as tape:
-            tape.watch(arguments)
-            result = function(*arguments)
-            loss = tf.reduce_sum(tf.sin(result))
-        return [result, *tape.gradient(loss, arguments)]
-
-    return call
-
-
-def canonical(function, *arrays, known=True):
-    """Return the canonical function, and the types of its ops."""
-    specs = [tf.TensorSpec(a.shape if known else (None, *a.shape[1:]), a.dtype) for a in arrays]
-    concrete_fn = tf.function(function, autograph=False).get_concrete_function(*specs)
-    graph = canonicalize.read_canonical(concrete_fn)
-    importer = StepImporter(graph, concrete_fn)
-    return tf.function(lambda *args: importer(args), autograph=False), [n.op for n in graph.nodes.values()]
-
-
-@pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
-@pytest.mark.parametrize("transposed", [False, True], ids=["plain", "transposed"])
-@pytest.mark.parametrize("shape", [(2, 7, 3), (2, 5, 4, 3), (2, 3, 4, 2, 3)], ids=len)
-def test_product_of_image_and_matrix_and_its_gradients_become_einsums(shape, transposed, known):
-    function = with_gradients(lambda image, matrix: tf.matmul(image, matrix, transpose_b=transposed))
-    arrays = numbers(*shape), numbers(4, 3) if transposed else numbers(3, 4)
-    matrix = arrays[1]
-    # The matrix must have a known shape: only batches are open.
-    call, ops = canonical(lambda image: function(image, matrix), arrays[0], known=known)
-    assert ops.count("Einsum") == 3 and "BatchMatMulV2" not in ops
-    for got, want in zip(call(arrays[0]), function(*arrays), strict=True):
-        assert got.shape == want.shape and error(got, want) < TOLERANCE
-
-
-def one_image_for_all(image):
-    return tf.matmul(image[:1], image, transpose_a=True)
-
-
-STAY = {
-    "other images": (lambda x: tf.matmul(x, x[:, ::5], transpose_b=True), (2, 5, 4, 3), 1),
-    "matrix from the left": (lambda x: tf.matmul(tf.ones((6, 5), x.dtype), x), (2, 5, 3), 1),
-    "transposed image": (lambda x: tf.matmul(x, tf.ones((5, 6), x.dtype), transpose_a=True), (2, 5, 3), 1),
-    "summed over other axes": (lambda x: tf.reduce_sum(tf.matmul(x, x, transpose_a=True), [0, 2]), (2, 5, 4, 3), 1),
-    "kept axes": (lambda x: tf.reduce_sum(tf.matmul(x, x, transpose_a=True), [0], keepdims=True), (2, 5, 3), 1),
-    "one image for all": (lambda x: tf.reduce_sum(one_image_for_all(x), [0]), (2, 5, 3), 1),
-    "both transposed": (
-        lambda x: tf.reduce_sum(tf.matmul(x, tf.transpose(x, [0, 2, 1]), transpose_a=True, transpose_b=True), [0]),
-        (2, 5, 3),
-        1,
-    ),
-}
-
-
-@pytest.mark.parametrize("case", STAY)
-def test_other_products_stay(case):
-    function, shape, count = STAY[case]
-    x = numbers(*shape)
-    call, ops = canonical(lambda x: [function(x)], x)
-    assert ops.count("BatchMatMulV2") == count and "Einsum" not in ops
-    assert error(call(x)[0], function(x)) < TOLERANCE
-
-
-@pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
-@pytest.mark.parametrize("sides", [(False, True), (True, False), (True, True), (False, False)])
-def test_products_of_images_become_einsums(sides, known):
-    first, second = sides
-
-    def function(x):
-        return [tf.matmul(x, x if first != second else tf.transpose(x, [0, 1, 3, 2]), first, second)]
-
-    x = numbers(2, 5, 4, 3)
-    call, ops = canonical(function, x, known=known)
-    assert "Einsum" in ops and "BatchMatMulV2" not in ops
-    assert error(call(x)[0], function(x)[0]) < TOLERANCE
-
-
-def test_product_that_waits_stays():
-    def function(x):
-        matrix = tf.ones((3, 2), x.dtype)
-        with tf.control_dependencies([tf.debugging.assert_all_finite(x, "finite")]):
-            return [tf.matmul(x, matrix)]
-
-    concrete_fn = tf.function(function).get_concrete_function(tf.TensorSpec((2, 5, 4, 3), tf.float64))
-    (node,) = (n for n in canonicalize.read_canonical(concrete_fn).nodes.values() if n.op == "BatchMatMulV2")
-    assert node.control_inputs
-
-
 @pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
 def test_dense_layers_on_images_run_in_tiles(known):
     """As Keras before 3.15 computes them."""
     weights = [tf.Variable(numbers(*shape)) for shape in ((3, 3, 2, 4), (4, 8), (8,), (8, 4), (3, 3, 4, 3))]
 
-    def step(images, labels):
+    def train(images, labels):
         with tf.GradientTape() as tape:
             x = tf.nn.conv2d(images, weights[0], 1, "SAME")
             x += tf.matmul(tf.nn.gelu(tf.matmul(x, weights[1]) + weights[2]), weights[3])
@@ -123,38 +34,71 @@ def test_dense_layers_on_images_run_in_tiles(known):
 
     batches = [(numbers(3, 14, 12, 2), numbers(3, 3)) for _ in range(2)]
     specs = [tf.TensorSpec(a.shape if known else (None, *a.shape[1:]), a.dtype) for a in batches[0]]
-    traced = Step(tf.function(step, autograph=False).get_concrete_function(*specs), weights, batches)
+    traced = Step(tf.function(train, autograph=False).get_concrete_function(*specs), weights, batches)
     fast = tflms_sft.rewrite(traced.concrete_fn, tflms_sft.SFTParams(num_tiles=(3, 2)))
     assert fast.plan.segments and all("reduces over the image" in why for _, why in fast.plan.left_alone)
     want, got = traced.run(traced.concrete_fn), traced.run(fast.concrete_function)
     assert max(error(got[key], want[key]) for key in want) < TOLERANCE
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
-def test_products_with_a_transposed_matrix_transpose_nothing(known):
-    """Scores of words from a table of embeddings, and the gradient of the table."""
-    table = numbers(6, 3)
+def test_rewrite_image_products_products_and_ops_that_wait_for_them():
+    step(rewrite_image_products).check("""
+        graph(x: float32[?,7,4,4], row: float32[?,4,3], w: float32[4,2], turned: float32[2,3])
+        y = float32[?,7,4,4] Tanh(x)
+        plain = float32[?,7,4,2] BatchMatMulV2(x, w)
+        adjoint = float32[?,4,2] BatchMatMulV2(row, turned) {adj_y=True}
+      - late = float32[?,4,3] Exp(row) after [plain]
+      + late = float32[?,4,3] Exp(row) after [plain/Einsum]
+        product = float32[?,7,4,4] BatchMatMulV2(x, y) {adj_x=True}
+        gradient = float32[4,4] Sum(product, [0, 1])
+        a = float32[?,7,4,4] BatchMatMulV2(x, y)
+        b = float32[?,7,4,4] BatchMatMulV2(x, y) {adj_x=True}
+        c = float32[?,7,4,4] BatchMatMulV2(x, y) {adj_y=True}
+        d = float32[?,7,4,4] BatchMatMulV2(x, y) {adj_x=True, adj_y=True}
+      - return adjoint, late, gradient, a, b, c, d
+      + plain/Einsum = float32[?,7,4,2] Einsum(x, w) {N=2, equation="abcy,yz->abcz"}
+      + adjoint/Einsum = float32[?,4,2] Einsum(row, turned) {N=2, equation="aby,zy->abz"}
+      + gradient/Einsum = float32[4,4] Einsum(x, y) {N=2, equation="abcy,abcz->yz"}
+      + a/Einsum = float32[?,7,4,4] Einsum(x, y) {N=2, equation="abxy,abyz->abxz"}
+      + b/Einsum = float32[?,7,4,4] Einsum(x, y) {N=2, equation="abyx,abyz->abxz"}
+      + c/Einsum = float32[?,7,4,4] Einsum(x, y) {N=2, equation="abxy,abzy->abxz"}
+      + d/Einsum = float32[?,7,4,4] Einsum(x, y) {N=2, equation="abyx,abzy->abxz"}
+      + return adjoint/Einsum, late, gradient/Einsum, a/Einsum, b/Einsum, c/Einsum, d/Einsum
+    """)
 
-    def function(words, image):
-        with tf.GradientTape() as tape:
-            tape.watch([table, image])
-            scores = tf.einsum("abc,cd->abd", image, tf.transpose(table))
-            loss = tf.reduce_sum(tf.sin(scores) * tf.gather(words, 1, axis=-1)[..., None])
-        return [scores, *tape.gradient(loss, [table, image])]
 
-    arrays = numbers(2, 7, 3), numbers(2, 7, 3)
-    call, ops = canonical(function, *arrays, known=known)
-    assert ops.count("Einsum") == 3 and "Transpose" not in ops
-    for got, want in zip(call(*arrays), function(*arrays), strict=True):
-        assert got.shape == want.shape and error(got, want) < TOLERANCE
+def test_rewrite_image_products_transposed_matrices_are_not_copied():
+    step(rewrite_image_products).check("""
+        graph(words: float32[2,7,3], table: float32[6,3])
+        turned = float32[3,6] Transpose(table, [1, 0])
+        scores = float32[2,7,6] Einsum(words, turned) {N=2, equation="abc,cd->abd"}
+      + scores/Einsum = float32[2,7,6] Einsum(words, table) {N=2, equation="abc,dc->abd"}
+      - gradient = float32[3,6] Einsum(words, scores) {N=2, equation="abc,abd->cd"}
+      + gradient = float32[3,6] Einsum(words, scores/Einsum) {N=2, equation="abc,abd->cd"}
+        of_table = float32[6,3] Transpose(gradient, [1, 0])
+        both = float32[3,3] Einsum(words, words) {N=2, equation="abc,abd->cd"}
+        of_both = float32[3,3] Transpose(both, [1, 0])
+      - return of_table, both, of_both
+      + gradient/Einsum = float32[6,3] Einsum(scores/Einsum, words) {N=2, equation="abd,abc->dc"}
+      + return gradient/Einsum, both, of_both
+    """)
 
 
-def test_transposed_and_not_transposed_results_are_both_computed():
-    def function(x, y):
-        product = tf.einsum("abc,abd->cd", x, y)
-        return [product, tf.transpose(product), tf.einsum("cd,abc->abd", tf.transpose(tf.transpose(product)), x)]
-
-    arrays = numbers(2, 7, 3), numbers(2, 7, 4)
-    call, _ = canonical(function, *arrays)
-    for got, want in zip(call(*arrays), function(*arrays), strict=True):
-        assert got.shape == want.shape and error(got, want) < TOLERANCE
+def test_rewrite_image_products_other_products_stay():
+    step(rewrite_image_products).check("""
+        graph(x: float32[2,5,4], square: float32[2,4,4], small: float32[2,1,4,4], a: float32[5,5])
+        left = float32[2,5,4] BatchMatMulV2(a, x)
+        turned = float32[2,4,5] BatchMatMulV2(x, a) {adj_x=True}
+        first = float32[1,5,4] Slice(x, [0, 0, 0], [1, 5, 4])
+        one = float32[2,4,4] BatchMatMulV2(first, x) {adj_x=True}
+        of_one = float32[4,4] Sum(one, 0)
+        all = float32[2,4,4] BatchMatMulV2(x, x) {adj_x=True}
+        kept = float32[1,4,4] Sum(all, 0) {keep_dims=True}
+        other = float32[2,4] Sum(all, 1)
+        both = float32[2,4,4] BatchMatMulV2(square, square) {adj_x=True, adj_y=True}
+        of_both = float32[4,4] Sum(both, 0)
+        wide = float32[2,2,4,4] Tile(small, [1, 2, 1, 1])
+        fewer = float32[2,2,4,4] BatchMatMulV2(wide, small)
+        waits = float32[2,5,5] BatchMatMulV2(x, x) {adj_y=True} after [other]
+        return left, turned, of_one, kept, other, of_both, fewer, waits
+    """)

@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 import tensorflow as tf
+from graph_rewrites import step
 
 from rewriters.canonicalize import canonicalize
+from rewriters.canonicalize.masks import rewrite_masks
 from rewriters.step_importer import StepImporter
 
 ROWS, COLUMNS = 7, 9
@@ -34,44 +36,6 @@ def selected(mask, scores):
 
 
 SCORES = np.arange(2 * 3 * ROWS * COLUMNS, dtype="float64").reshape(2, 3, ROWS, COLUMNS)
-
-
-@pytest.mark.parametrize("limits", [(-1, 0), (0, -1), (2, 1), (1, -1), (-1, 3)], ids=str)
-@pytest.mark.parametrize("add_axes", ["slice", "expand", "reshape"])
-def test_bands_become_comparisons(limits, add_axes):
-    def function(scores):
-        mask = band(*limits)
-        if add_axes == "slice":
-            mask = mask[None, None]
-        elif add_axes == "expand":
-            mask = tf.expand_dims(mask, 0)
-        else:
-            mask = tf.reshape(mask, [1, 1, ROWS, COLUMNS])
-        return selected(mask, scores)
-
-    ops, got, want = rewritten(function, SCORES)
-    assert "MatrixBandPart" not in ops and ops & {"LessEqual", "GreaterEqual"}
-    np.testing.assert_array_equal(got, want)
-
-
-@pytest.mark.parametrize("compare", [tf.greater_equal, tf.greater, tf.less_equal, tf.less, tf.equal])
-def test_cumulative_sums_become_positions(compare):
-    def function(scores):
-        rows, columns = (tf.cumsum(ones(tf.int32, 1), axis) for axis in (-2, 2))
-        return selected(compare(rows, columns), scores[:, 0])
-
-    ops, got, want = rewritten(function, SCORES)
-    assert "Cumsum" not in ops
-    np.testing.assert_array_equal(got, want)
-
-
-def test_a_conjunction_with_ones_disappears():
-    def function(scores):
-        return selected(tf.logical_and(tf.ones_like(scores, tf.bool), band(-1, 0)[None, None]), scores)
-
-    ops, got, want = rewritten(function, SCORES)
-    assert "LogicalAnd" not in ops
-    np.testing.assert_array_equal(got, want)
 
 
 def other_mask():
@@ -108,3 +72,43 @@ STAY = {
 def test_other_masks_keep_their_values(case):
     _, got, want = rewritten(STAY[case], SCORES)
     np.testing.assert_array_equal(got, want)
+
+
+def test_rewrite_masks_bands_and_cumulative_sums_compare_positions():
+    step(rewrite_masks).check("""
+        graph(scores: float32[2,3,3])
+        ones = bool[3,3] Fill([3, 3], bool:True)
+        triangle = bool[3,3] MatrixBandPart(ones, -1, 0)
+        mask = bool[1,3,3] ExpandDims(triangle, 0)
+        band = bool[3,3] MatrixBandPart(ones, 1, 2)
+        other = bool[1,3,3] Reshape(band, [1, 3, 3])
+        numbers = int32[1,3,3] Fill([1, 3, 3], 1)
+        rows = int32[1,3,3] Cumsum(numbers, -2)
+        columns = int32[1,3,3] Cumsum(numbers, 2)
+        sums = bool[1,3,3] Greater(rows, columns)
+      + mask/LessEqual = bool[1,3,3] LessEqual([[[0.0, 1.0, 2.0]]], [[[0.0], [1.0], [2.0]]])
+      - first = float32[2,3,3] SelectV2(mask, scores, 0.0)
+      + first = float32[2,3,3] SelectV2(mask/LessEqual, scores, 0.0)
+      + other/GreaterEqual = bool[1,3,3] GreaterEqual([[[1.0, 2.0, 3.0]]], [[[0.0], [1.0], [2.0]]])
+      + other/LessEqual = bool[1,3,3] LessEqual([[[-2.0, -1.0, 0.0]]], [[[0.0], [1.0], [2.0]]])
+      + other/LogicalAnd = bool[1,3,3] LogicalAnd(other/GreaterEqual, other/LessEqual)
+      - second = float32[2,3,3] SelectV2(other, first, 0.5)
+      + second = float32[2,3,3] SelectV2(other/LogicalAnd, first, 0.5)
+      + sums/Greater = bool[1,3,3] Greater([[[0.0], [1.0], [2.0]]], [[[0.0, 1.0, 2.0]]])
+      - third = float32[2,3,3] SelectV2(sums, second, 0.25)
+      + third = float32[2,3,3] SelectV2(sums/Greater, second, 0.25)
+        return third
+    """)
+
+
+def test_rewrite_masks_selections_read_through_a_conjunction_with_ones():
+    step(rewrite_masks).check("""
+        graph(scores: float32[2,5,3], mask: bool[1,5,3])
+        ones = bool[2,5,3] Fill([2, 5, 3], bool:True)
+        both = bool[2,5,3] LogicalAnd(ones, mask)
+      - selected = float32[2,5,3] SelectV2(both, scores, 0.0)
+      + selected = float32[2,5,3] SelectV2(mask, scores, 0.0)
+        same = bool[2,5,3] LogicalAnd(ones, mask)
+        number = float32[2,5,3] Cast(same)
+        return selected, number
+    """)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import tensorflow as tf
+from graph_rewrites import passes
 
-from rewriters.analysis.autodiff_roles import gradient_seed_constants
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize.canonicalize import CanonicalMode, read_canonical
-from rewriters.canonicalize.merge_constants import MAX_BYTES
+from rewriters.canonicalize.merge_constants import MAX_BYTES, MergeConstants
 from rewriters.ir.static_values import constant
 
 
@@ -22,36 +21,8 @@ def _constants(function, *arguments, merge=True):
 X = tf.TensorSpec((2, 3))
 
 
-@pytest.mark.parametrize(("merge", "count"), [(True, 1), (False, 3)])
-def test_merge_constants_equal_values(merge, count):
-    values, _ = _constants(lambda x: tf.sin(x * 0.3) * 0.3 + tf.constant(0.3), X, merge=merge)
-    assert len(values) == count and all(value == np.float32(0.3) for value in values)
-
-
-def test_merge_constants_other_types_and_shapes_stay():
-    def function(x):
-        return x * 2.0 + tf.constant([2.0]) + tf.cast(tf.cast(x, tf.float64) * tf.constant(2.0, tf.float64), x.dtype)
-
-    values, _ = _constants(function, X)
-    assert sorted((value.dtype.name, value.shape) for value in values) == [
-        ("float32", ()),
-        ("float32", (1,)),
-        ("float64", ()),
-    ]
-
-
 def _equal_to(graph, value):
     return [n for n in graph.nodes.values() if n.op == "Const" and np.array_equal(constant(n), np.float32(value))]
-
-
-def test_merge_constants_one_that_waits_stays():
-    def function(x):
-        with tf.control_dependencies([tf.debugging.assert_greater(x, 0.0)]):
-            late = tf.constant(0.3)
-        return x * 0.3, x + 0.3 + late
-
-    _, graph = _constants(function, X)
-    assert [bool(node.control_inputs) for node in _equal_to(graph, 0.3)] == [True, False]
 
 
 def test_merge_constants_large_ones_stay():
@@ -59,19 +30,6 @@ def test_merge_constants_large_ones_stay():
     ones = np.ones(count, np.float32)
     values, _ = _constants(lambda x: (x * ones) * ones, tf.TensorSpec((count,)))
     assert len(values) == 2
-
-
-def test_merge_constants_gradient_seeds_stay():
-    weight = tf.Variable(1.0)
-
-    def function(x):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(tf.sin(x * weight) + tf.constant(1.0))
-        return loss, tape.gradient(loss, weight, output_gradients=tf.constant(1.0))
-
-    _, graph = _constants(function, X)
-    assert len(_equal_to(graph, 1.0)) == 2
-    assert [seed.node for seed in gradient_seed_constants(graph)] == _equal_to(graph, 1.0)[1:]
 
 
 def test_merge_constants_one_of_an_optimizer_keeps_later_forward_ops_forward():
@@ -93,3 +51,59 @@ def test_merge_constants_one_of_an_optimizer_keeps_later_forward_ops_forward():
     analysis = GraphAnalysis(graph, ("update0", "update1"))
     forward = [node.op for node in analysis.order if node.op in ("Conv2D", "Tanh") and node not in analysis.backward]
     assert len(_equal_to(graph, 0.3)) == 1 and sorted(forward) == ["Conv2D", "Conv2D", "Tanh", "Tanh"]
+
+
+def merging():
+    return passes(lambda graph: MergeConstants(), inline_constants=False)
+
+
+def test_merge_constants_equal_constants_are_one():
+    merging().check("""
+        graph(x: float32[2])
+        literal = float32[] Const() {value=0.3}
+        a = float32[2] Mul(x, literal)
+      - literal_1 = float32[] Const() {value=0.3}
+      - b = float32[2] Mul(a, literal_1)
+      + b = float32[2] Mul(a, literal)
+        literal_2 = float32[1] Const() {value=[0.3]}
+        c = float32[2] AddV2(b, literal_2)
+        literal_3 = float64[] Const() {value=0.3}
+        return c, literal_3
+    """)
+
+
+def test_merge_constants_that_wait_or_are_awaited_or_returned_stay():
+    merging().check("""
+        graph(x: float32[2])
+        first = float32[] Const() {value=2.0}
+        late = float32[] Const() {value=2.0} after [x]
+        awaited = float32[] Const() {value=2.0}
+        result = float32[] Const() {value=2.0}
+        far = float32[] Const() {value=2.0} on GPU:0
+        a = float32[2] Mul(x, first)
+        b = float32[2] Mul(a, late) after [awaited]
+        c = float32[2] Mul(b, awaited)
+        d = float32[2] Mul(c, far)
+        return d, result
+    """)
+
+
+def test_merge_constants_of_autodiff_are_apart():
+    merging().check("""
+        graph(x: float32[2])
+        one = float32[] Const() {value=1.0}
+        sum = float32[2] AddV2(x, one)
+        seed = float32[] Const() {value=1.0}
+        gradient_tape/axes = int32[1] Const() {value=[0]}
+        gradient_tape/one = float32[] Const() {value=1.0}
+      - gradient_tape/scale = float32[] Const() {value=1.0}
+        gradient_tape/zero = float32[] Const() {value=0.0}
+        none = float32[] Const() {value=0.0}
+        gradient_tape/a = float32[2] Mul(x, seed)
+        gradient_tape/b = float32[2] Mul(gradient_tape/a, gradient_tape/one)
+      - gradient_tape/c = float32[2] Mul(gradient_tape/b, gradient_tape/scale)
+      + gradient_tape/c = float32[2] Mul(gradient_tape/b, gradient_tape/one)
+        gradient_tape/d = float32[2] Maximum(gradient_tape/c, gradient_tape/zero)
+        out = float32[2] Maximum(sum, none)
+        return out, gradient_tape/d
+    """)

@@ -5,6 +5,9 @@ import pytest
 import tensorflow as tf
 from canonical_functions import canonical
 from equivalence import TOLERANCE, error
+from graph_rewrites import step as rewriting
+
+from rewriters.canonicalize.windows_to_images import fold_windows_into_images
 
 RANDOM = np.random.RandomState(0)
 BATCH, COUNTS, WINDOW, CHANNELS = 3, (2, 5), (4, 3), 6
@@ -150,36 +153,6 @@ def test_windows_that_an_op_combines_stay(what, known):
     assert worst(what, x, function) < TOLERANCE
 
 
-def test_windows_that_are_returned_stay():
-    x = images()
-    function, nodes = canonical(lambda x: tf.nn.relu(partitioned(x)), x)
-    assert [node.op for node in windows_in(nodes)].count("Relu") == 1
-    assert error(function(x), tf.nn.relu(partitioned(x))) < TOLERANCE
-
-
-def test_ops_wait_for_ops_on_images():
-    """Functions with a gradient of their own let their ops wait for the gradient of their result."""
-
-    @tf.custom_gradient
-    def doubled(x):
-        def grad(gradient):
-            with tf.control_dependencies([gradient]):
-                return tf.square(x) * gradient
-
-        return x * 2.0, grad
-
-    def function(x):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            loss = tf.reduce_sum(joined(doubled(partitioned(x) * 3.0)) ** 2)
-        return tape.gradient(loss, x)
-
-    x = images()
-    new, nodes = canonical(function, x)
-    assert not windows_in(nodes) and any(node.op == "Square" and node.control_inputs for node in nodes)
-    assert error(new(x), function(x)) < TOLERANCE
-
-
 def test_broadcast_to_an_unknown_batch_repeats_the_batch():
     def function(x, y):
         product = tf.einsum("bti,ij->btj", tf.reshape(x[:1], [-1, 8 * 15, CHANNELS]), MATRIX)
@@ -226,3 +199,42 @@ def test_windows_of_other_rows_and_columns_are_not_confused(known):
     x, y = images(), constant(BATCH, 20, 6, CHANNELS)
     new, _ = canonical(function, x, y, known=known)
     assert error(new(x, y), function(x, y)) < TOLERANCE
+
+
+def test_fold_windows_attention_in_windows():
+    rewriting(fold_windows_into_images).check("""
+        graph(x: float32[2,4,6,3])
+        split = float32[2,2,2,2,3,3] Reshape(x, [-1, 2, 2, 2, 3, 3])
+        turned = float32[2,2,2,2,3,3] Transpose(split, [0, 1, 3, 2, 4, 5])
+      - windows = float32[8,6,3] Reshape(turned, [-1, 6, 3])
+      - scores = float32[8,6,6] BatchMatMulV2(windows, windows) {adj_y=True}
+      - weights = float32[8,6,6] Softmax(scores)
+      - mean = float32[8,1,6] Mean(weights, 1) {keep_dims=True}
+      - values = float32[8,1,3] Einsum(mean, windows) {N=2, equation="abc,acd->abd"}
+      - sum = float32[8,6,3] AddV2(windows, values)
+      - back = float32[2,2,2,2,3,3] Reshape(sum, [-1, 2, 2, 2, 3, 3])
+      - late = float32[2,4,6,3] Exp(x) after [weights]
+      - return back, late
+      + late = float32[2,4,6,3] Exp(x) after [weights/Softmax]
+      + windows/Reshape = float32[2,2,2,6,3] Reshape(turned, [2, 2, 2, 6, 3])
+      + scores/BatchMatMulV2 = float32[2,2,2,6,6] BatchMatMulV2(windows/Reshape, windows/Reshape) {adj_y=True}
+      + weights/Softmax = float32[2,2,2,6,6] Softmax(scores/BatchMatMulV2)
+      + mean/Mean = float32[2,2,2,1,6] Mean(weights/Softmax, [3]) {keep_dims=True}
+      + values/Einsum = float32[2,2,2,1,3] Einsum(mean/Mean, windows/Reshape) {N=2, equation="efgbc,efgcd->efgbd"}
+      + sum/AddV2 = float32[2,2,2,6,3] AddV2(windows/Reshape, values/Einsum)
+      + back/Reshape = float32[2,2,2,2,3,3] Reshape(sum/AddV2, [2, 2, 2, 2, 3, 3])
+      + return back/Reshape, late
+    """)
+
+
+def test_fold_windows_that_an_op_combines_or_that_are_returned_stay():
+    rewriting(fold_windows_into_images).check("""
+        graph(x: float32[2,4,6,3])
+        windows = float32[8,6,3] Reshape(x, [-1, 6, 3])
+        relu = float32[8,6,3] Relu(windows)
+        sums = float32[8,6,3] Cumsum(relu, 0)
+        back = float32[2,4,6,3] Reshape(sums, [2, 4, 6, 3])
+        others = float32[8,6,3] Reshape(back, [-1, 6, 3])
+        tanh = float32[8,6,3] Tanh(others)
+        return back, tanh
+    """)

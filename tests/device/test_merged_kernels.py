@@ -12,7 +12,7 @@ from keras import layers
 from swapping import swapped
 
 import tflms_sft
-from rewriters.device.merged_kernels import bias_gradients, cycle_of_merged
+from rewriters.device.merged_kernels import cycle_of_merged
 from rewriters.ir.graph import Graph, Node
 from rewriters.swapping import swap_pass
 
@@ -108,15 +108,3 @@ def test_swaps_close_no_cycle_of_merged_ops(strategy, lb):
     step = keras_step(branches, (16, 16), 2, True, keras.optimizers.Adam())
     result = swapped(step, ctrld_strategy=strategy, lb=lb)
     assert result.plan.swaps and not cycle_of_merged(result.graph)
-
-
-def test_gradients_of_two_layers_whose_results_are_added_are_separated():
-    """Both filters and both biases read one gradient."""
-
-    def net(x):
-        return layers.Add()([layers.Conv2D(8, 3, padding="same")(x), layers.Conv2D(8, 1)(x)])
-
-    step = keras_step(lambda x: net(net(layers.Conv2D(8, 1)(x))), (16, 16), 2, True, keras.optimizers.SGD(0.1))
-    result = swapped(step)
-    assert result.plan.swaps and not cycle_of_merged(result.graph)
-    assert not bias_gradients(result.graph, result.graph.consumers())

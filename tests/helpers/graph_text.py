@@ -20,15 +20,19 @@ SPEC = re.compile(r"(\w+)\[([^\]]*)\]")
 
 
 def parsed(text):
-    """Return the graph that `text` describes: argument lines, op lines, `effects`, and `return`."""
+    """Return the graph that `text` describes: arguments, in one line or several, op lines, `effects`, and `return`."""
     graph = Graph({}, [], [], [], tf.compat.v1.GraphDef().library, tf.compat.v1.GraphDef().versions)
     waits = {}
     for line in map(str.strip, text.strip().splitlines()):
         if line in ("graph(", "):", ""):
             continue
+        if line.startswith("graph("):
+            for argument in _items(line[6:-1]):
+                _argument(graph, argument)
+            continue
         if line.startswith("effects "):
             graph.keep = [graph.nodes[name] for name in line[8:].split(", ")]
-        elif line.startswith("return"):
+        elif re.match(r"return( |$)", line):
             graph.outputs = [_tensor(graph, name) for name in _items(line[6:].strip())]
         elif line.endswith(","):
             _argument(graph, line[:-1])
@@ -67,7 +71,12 @@ def _op(graph, line):
 
 def _items(text):
     """Split at commas outside of brackets."""
-    return [item for item in re.split(r", (?![^\[]*\])", text) if item]
+    items, depth = [""], 0
+    for part in re.split(r"(, |\[|\])", text):
+        depth += (part == "[") - (part == "]")
+        items[len(items) :] = [""] if part == ", " and not depth else []
+        items[-1] += part if part != ", " or depth else ""
+    return [item for item in items if item]
 
 
 def _specs(text):
@@ -84,13 +93,19 @@ def _type(dtype):
     return tf.compat.v1.AttrValue(type=dtype.as_datatype_enum)
 
 
+def _types(dtypes):
+    return tf.compat.v1.AttrValue(
+        list=tf.compat.v1.AttrValue.ListValue(type=[dtype.as_datatype_enum for dtype in dtypes])
+    )
+
+
 def _tensor(graph, text):
     """Return the tensor of a name, or a constant for a literal."""
     literal = re.fullmatch(r"(?:(\w+):)?([-\[\d].*|True|False)", text)
     if literal and text.partition(":")[0] not in graph.nodes:
         value = ast.literal_eval(literal[2])
-        plain = np.asarray(value).dtype.kind == "f" and "float32" or "int32"
-        dtype = tf.as_dtype(literal[1] or ("bool" if np.asarray(value).dtype.kind == "b" else plain))
+        kind = np.asarray(value).dtype.kind if value != [] else "i"
+        dtype = tf.as_dtype(literal[1] or {"f": "float32", "i": "int32", "b": "bool"}[kind])
         return _constant(graph, graph.unique_name("literal"), np.asarray(value, dtype.as_numpy_dtype)).out()
     name, _, index = text.partition(":")
     return graph.nodes[name].out(int(index or 0))
@@ -108,15 +123,20 @@ def _attrs(op, items, operands, outputs):
     given = dict(item.split("=", 1) for item in items)
     attrs = {attr.name: attr.default_value for attr in definition.attr if attr.HasField("default_value")}
     remaining = list(operands)
-    for argument in definition.input_arg:
-        count = len(remaining) - len(definition.input_arg) + 1 if argument.number_attr else 1
+    for position, argument in enumerate(definition.input_arg):
+        count = len(remaining) - len(definition.input_arg) + position + 1
+        count = count if argument.number_attr or argument.type_list_attr else 1
+        if argument.type_list_attr:
+            attrs[argument.type_list_attr] = _types(tensor.dtype for tensor in remaining[:count])
         if argument.type_attr:
             attrs[argument.type_attr] = _type(remaining[0].dtype)
         if argument.number_attr:
             attrs[argument.number_attr] = tf.compat.v1.AttrValue(i=count)
         del remaining[:count]
     for argument, (dtype, _) in zip(definition.output_arg, outputs, strict=False):
-        if argument.type_attr:
+        if argument.type_list_attr:
+            attrs[argument.type_list_attr] = _types(dtype for dtype, _ in outputs)
+        elif argument.type_attr:
             attrs[argument.type_attr] = _type(dtype)
     for attr in definition.attr:
         if attr.name in given:

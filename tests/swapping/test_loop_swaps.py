@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from equivalence import TOLERANCE, error
+from graph_rewrites import assert_lines, new_lines
 from loops import (
     BATCH,
     LENGTH,
@@ -22,10 +23,12 @@ from loops import (
 )
 from swapping import swapped
 
+from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize.canonicalize import read_canonical
 from rewriters.ir.graph import LOOPS
+from rewriters.ir.text import graph_text
 from rewriters.swapping.spill_store import SpillStore
-from rewriters.swapping.swap_pass import SwapOptions, in_swap_order, plan_swaps, without_copies
+from rewriters.swapping.swap_pass import SwapOptions, in_swap_order, insert_swaps, plan_swaps, without_copies
 from rewriters.swapping.tiers import DiskTier, HostTier
 
 
@@ -88,33 +91,6 @@ def test_swapped_loop_min_bytes_selects_lists_by_size_of_all_elements():
     selected = swapped_lists(swapped(step, min_bytes=sizes[-1]))
     assert len(selected) == sizes.count(sizes[-1])
     assert not swapped_lists(swapped(step, min_bytes=sizes[-1] + 1))
-
-
-def test_swapped_loop_iterations_do_not_overlap():
-    result = swapped(loop_step("map_fn"))
-    loops = [node for node in result.graph.nodes.values() if node.op in LOOPS]
-    assert len(loops) == 2
-    assert all(node.op == "While" and node.attrs["parallel_iterations"].i == 1 for node in loops)
-
-
-def test_swapped_loop_nothing_is_read_before_the_backward_pass(tmp_path, monkeypatch):
-    """Without edges the first iteration of a backward loop reads its record as soon as the forward loop has ended."""
-    calls = []
-
-    def recorded(name):
-        real = getattr(SpillStore, name)
-
-        def call(store, *arguments):
-            calls.append(name)
-            return real(store, *arguments)
-
-        monkeypatch.setattr(SpillStore, name, call)
-
-    recorded("write_record")
-    recorded("read_record")
-    step = loop_step("stacked", steps=1)
-    step.run(swapped(step, DiskTier(SpillStore(str(tmp_path))), min_bytes=100).function)
-    assert "read_record" in calls and "write_record" not in calls[calls.index("read_record") :]
 
 
 @pytest.mark.parametrize(
@@ -200,3 +176,33 @@ def test_plan_swaps_second_forward_pass_swaps_lists_whatever_is_delayed(min_byte
     emptied = {swap.tensor.node for swap in plan.swaps if swap.saved is not None}
     # The gradient of the generator is not computed in the step of the discriminator.
     assert len(filled) == 5 and len(emptied) == 4
+
+
+def test_insert_swaps_elements_of_a_list_leave_in_their_iteration():
+    """Iterations do not overlap, and the backward loop begins when the forward loop has ended."""
+
+    def function(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            _, y = tf.while_loop(lambda i, _: i < 3, lambda i, y: (i + 1, tf.sin(y)), (0, x))
+        return tape.gradient(y, x)
+
+    function = tf.function(function, autograph=False).get_concrete_function(tf.TensorSpec((2,)))
+    analysis = GraphAnalysis(read_canonical(function))
+    swaps = plan_swaps(analysis, SwapOptions(), 2).swaps
+    graph = insert_swaps(analysis, swaps, HostTier(), 1).graph
+    lines = new_lines(graph_text(analysis.graph), graph_text(graph))
+    assert_lines(
+        [line for line in lines if "return" not in line and "Placeholder_1" not in line],
+        """
+        lms/while/swap_out = int64[...] PyFunc(Placeholder_3) on /device:CPU:0
+        lms/while/swap_out/EnsureShape = int64[] EnsureShape(lms/while/swap_out) {shape=[]}
+        while/TensorListPushBack = variant[] TensorListPushBack(Placeholder_4, lms/while/swap_out/EnsureShape)
+        gradient_tape/while/while_grad = (int32[], int32[], int32[], float32[2], variant[]) While(0, -1, while, [1.0,
+              1.0], while:4) {parallel_iterations=1} after [while]
+        lms/while/swap_in/number = (variant[], int64[]) TensorListPopBack(Placeholder_4, [])
+        lms/while/swap_in = float32[...] PyFunc(lms/while/swap_in/number:1) on /device:CPU:0
+        lms/while/swap_in/EnsureShape = float32[2] EnsureShape(lms/while/swap_in) {shape=[2]}
+        gradient_tape/while/gradients/while/Sin_grad/Cos = float32[2] Cos(lms/while/swap_in/EnsureShape)
+    """,
+    )

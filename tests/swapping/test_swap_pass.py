@@ -10,16 +10,15 @@ import pytest
 import tensorflow as tf
 from devices import ONEDNN
 from equivalence import Cut, Step, keras_step
+from graph_rewrites import passes
 from keras import layers
 from swapping import same_bits, swapped
 
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize import canonicalize
-from rewriters.device.peak_memory import graph_peak, graph_schedule
-from rewriters.ir.graph import Graph, Node, ancestors
-from rewriters.scheduling.delay_early_ops import earliest_forward_level
+from rewriters.swapping.recompute_pooling import RecomputePooling
 from rewriters.swapping.spill_store import SpillStore
-from rewriters.swapping.swap_pass import Swap, SwapIn, SwapOptions, insert_swaps, plan_swaps
+from rewriters.swapping.swap_pass import InsertSwaps, SwapOptions, plan_swaps
 from rewriters.swapping.tiers import DiskTier, HostTier
 from rewriters.swapping.transfer_schedule import LeadTimes
 from rewriters.swapping.trigger_search import TriggerSearch
@@ -63,7 +62,7 @@ def test_swapped_step_any_tier_and_strategy_computes_same_bits(net, known_batch,
     assert len(result.plan.swaps) >= 4
     assert same_bits(step, result.function)
     if isinstance(tier, DiskTier):
-        assert tier.store.num_unread() == 0 < tier.store.file_bytes(), "each written tensor has been read"
+        assert all(held.reads == 0 for held in tier.store._held.values()), "each written tensor has been read"
         assert os.listdir(tier.store.directory) == []
 
 
@@ -147,18 +146,6 @@ def test_plan_swaps_draws_come_after_what_depends_on_arguments():
     assert any(is_mask) and is_mask == sorted(is_mask)
 
 
-def test_insert_swaps_swap_in_waits_for_control_op():
-    step = keras_step(plain, (16, 24), 2)
-    result = swapped(step)
-    for swap in result.plan.swaps:
-        for swap_in in swap.swap_ins:
-            reader = result.graph.nodes[swap_in.readers[0].name]
-            (copy,) = (t.node for t in reader.inputs if t.node.name.startswith(f"lms/{swap.tensor.node.name}/swap_in"))
-            assert [c.name for c in copy.control_inputs] == [swap_in.control.name]
-            assert copy.inputs[0].node.name.endswith("swap_out")
-            assert result.graph.nodes[swap_in.control.name] in ancestors([reader])
-
-
 def test_insert_swaps_imported_swaps_wait_for_their_edges_alone(tmp_path):
     """Automatic control dependencies would run swaps serially, so that a tensor is swapped in after a later one."""
     step = keras_step(plain, (16, 16), 2)
@@ -168,46 +155,6 @@ def test_insert_swaps_imported_swaps_wait_for_their_edges_alone(tmp_path):
     assert len(calls) >= 3 * len(result.plan.swaps) >= 15
     for node in calls:
         assert {c.name for c in imported[node.name].control_inputs} == {c.name for c in node.control_inputs}
-
-
-def test_insert_swaps_swap_in_waits_for_releases_before(tmp_path):
-    step = keras_step(plain, (16, 16), 2)
-    result = swapped(step, DiskTier(SpillStore(str(tmp_path))), ctrld_strategy="direct_order", fuse_swapins=True)
-    swap_ins, waited = {}, set()
-    for swap in result.plan.swaps:
-        index = f"_{swap.tensor.index}" if swap.tensor.index else ""
-        for number, swap_in in enumerate(swap.swap_ins):
-            swap_ins[f"lms/{swap.tensor.node.name}{index}/swap_in_{number}"] = swap_in
-    for name, swap_in in swap_ins.items():
-        for before in result.graph.nodes[name].control_inputs:
-            if "/given_back_" in before.name:
-                waited.add(before)
-                ran = {node.name for node in ancestors([result.graph.nodes[swap_in.control.name]])}
-                readers = swap_ins[before.name.replace("given_back", "swap_in")].readers
-                assert {reader.name for reader in readers} <= ran
-    given = [node for node in result.graph.nodes.values() if "/given_back_" in node.name and node.op == "PyFunc"]
-    assert 0.5 * len(given) <= len(waited) < len(given)
-
-
-@pytest.mark.parametrize("strategy", ("chain_rule", "direct_order"))
-@pytest.mark.parametrize("net", NETS)
-def test_swapped_step_forward_phase_has_no_swap_in(net, strategy, monkeypatch):
-    """With an unknown batch gradients read shapes of activations, which exist as soon as the activations do."""
-    monkeypatch.setattr("rewriters.device.peak_memory.op_scratch", lambda *_: 0)  # Other gradients run at once then.
-    peaks = {}
-    for known in (True, False):
-        keras.backend.clear_session()
-        step = keras_step(NETS[net], (16, 24), 2, known)
-        result = swapped(step, ctrld_strategy=strategy)
-        graph = result.graph
-        analysis = GraphAnalysis(graph)
-        ready = earliest_forward_level(analysis)
-        outs = [node for node in graph.nodes.values() if node.name.endswith("swap_out")]
-        ways = [graph.nodes[way.control.name] for swap in result.plan.swaps for way in swap.swap_ins]
-        deepest = max(ready[graph.nodes[swap.tensor.node.name]] for swap in result.plan.swaps)
-        assert len(outs) >= 4 and all(ready[node] >= deepest for node in ways)
-        peaks[known] = graph_peak(graph_schedule(graph, (), 2, [], away=outs), {}, limit=0).peak_bytes
-    assert peaks[False] <= 1.3 * peaks[True]
 
 
 # Every parameter shows in the graph ---------------------------------------------------------------------------
@@ -348,95 +295,124 @@ def test_plan_swaps_tensors_below_min_bytes_stay(traced):
     assert len(large) == sum(size >= limit for size in sizes) < len(sizes)
 
 
-def test_insert_swaps_producer_waits_for_swap_outs_in_flight(traced):
-    def waiting(max_in_flight):
-        nodes = swapped(traced, max_in_flight=max_in_flight).graph.nodes.values()
-        others = [node for node in nodes if not node.op.startswith(("Assign", "NoOp"))]
-        return sum(before.name.endswith("swap_out") for node in others for before in node.control_inputs)
+def test_recompute_pooling_gradient_reads_a_pooling_of_its_own(plan_with):
+    plan_with(**ONEDNN)
+    passes(lambda graph: RecomputePooling(GraphAnalysis)).check("""
+        graph(x: float32[2,4,4,3], w: float32[3,3])
+        pool = float32[2,2,2,3] MaxPool(x) {ksize=[1, 2, 2, 1], padding="VALID", strides=[1, 2, 2, 1]}
+        y = float32[2,2,2,3] Einsum(pool, w) {N=2, equation="abcd,de->abce"}
+        gradient_tape/dy = float32[2,2,2,3] Cos(y)
+        gradient_tape/dw = float32[3,3] Einsum(pool, gradient_tape/dy) {N=2, equation="abcd,abce->de"}
+      + gradient_tape/dx/pool = float32[2,2,2,3] MaxPool(x) {ksize=[1, 2, 2, 1], padding="VALID", strides=[1, 2, 2, 1]}
+              after [gradient_tape/dy]
+      - gradient_tape/dx = float32[2,4,4,3] MaxPoolGrad(x, pool, gradient_tape/dy)
+              {ksize=[1, 2, 2, 1], padding="VALID", strides=[1, 2, 2, 1]}
+      + gradient_tape/dx = float32[2,4,4,3] MaxPoolGrad(x, gradient_tape/dx/pool, gradient_tape/dy)
+              {ksize=[1, 2, 2, 1], padding="VALID", strides=[1, 2, 2, 1]}
+        return gradient_tape/dw, gradient_tape/dx
+    """)
 
-    assert waiting(1) > waiting(4) > waiting(100) == 0
 
-
-def test_insert_swaps_update_before_swap_in_does_not_wait_for_its_swap_out():
-    """The second consumer of the swap-in depends on the update through the control edge of the swap-in alone."""
-    empty = tf.compat.v1.GraphDef()
-    graph = Graph({}, [], [], [], empty.library, empty.versions)
-
-    def add(name, op, inputs, controls=(), dtype=tf.float64):
-        return graph.add(
-            Node(name, op, [n.out() for n in inputs], control_inputs=controls, attrs={}, outputs=[(dtype, (100,))])
+def swapping(tier, max_in_flight=2, **options):
+    def make(graph):
+        analysis = GraphAnalysis(graph)
+        return InsertSwaps(
+            analysis, plan_swaps(analysis, SwapOptions(**options), 2).swaps, tier=tier, max_in_flight=max_in_flight
         )
 
-    image, handle = add("image", "Placeholder", []), add("handle", "Placeholder", [], dtype=tf.resource)
-    first = add("first", "Roll", [image])
-    update = add("update", "AssignVariableOp", [handle, add("mean", "Roll", [image])])
-    control = add("control", "Roll", [image], [update])
-    reader = add("reader", "AddV2", [control, first])
-    other = add("other", "Roll", [first])
-    second = add("second", "Roll", [other])
-    end = add("end", "AddV2", [reader, second])
-    graph.outputs, graph.keep = [end.out()], [update]
-    swaps = [Swap(first.out(), [SwapIn([reader, other], control)]), Swap(second.out(), [SwapIn([end], reader)])]
-    result = insert_swaps(GraphAnalysis(graph), swaps, HostTier(), 2)
-    new, outs = result.graph, result.swap_outs
-    waited = ancestors([new.nodes["update"]])
-    assert {out.name for out in outs} - {node.name for node in waited} == {"lms/second/swap_out"}
+    return passes(make)
 
 
-def test_plan_swaps_parameters_stay(traced):
-    result = swapped(traced)
-    assert all(swap.tensor.node.op not in ("ReadVariableOp", "Placeholder", "Const") for swap in result.plan.swaps)
-    kept = [node for node in result.graph.keep if node.name.lower().startswith("sgd/assign")]
-    outs = {node.name for node in result.graph.nodes.values() if node.name.endswith("swap_out")}
-    assert kept and all(outs <= {before.name for before in ancestors([node])} for node in kept), "updates come last"
+def test_insert_swaps_disk_tier_waits_for_swap_outs_in_flight_and_for_releases():
+    swapping(DiskTier(SpillStore("/tmp")), max_in_flight=1).check("""
+        graph(x: float32[2,8])
+        a = float32[2,8] Exp(x)
+      - b = float32[2,8] Sin(a)
+      + b = float32[2,8] Sin(a) after [lms/a/swap_out]
+        c = float32[2,8] Tan(b)
+        y = float32[2,8] Cos(c)
+        gradient_tape/dy = float32[2,8] Cos(y)
+        gradient_tape/dc = float32[2,8] Tanh(gradient_tape/dy)
+      - gradient_tape/db = float32[2,8] Mul(gradient_tape/dc, b)
+      + lms/b/swap_out = int64[] PyFunc(b) on /device:CPU:0
+      + lms/b/swap_in_0 = float32[2,8] PyFunc(lms/b/swap_out) after [gradient_tape/dy] on /device:CPU:0
+      + lms/b/swap_in_0/EnsureShape = float32[2,8] EnsureShape(lms/b/swap_in_0) {shape=[2,8]}
+      + gradient_tape/db = float32[2,8] Mul(gradient_tape/dc, lms/b/swap_in_0/EnsureShape)
+        gradient_tape/d = float32[2,8] Sin(gradient_tape/db)
+      - gradient_tape/da = float32[2,8] Mul(gradient_tape/d, a)
+      + lms/a/swap_out = int64[] PyFunc(a) on /device:CPU:0
+      + lms/a/swap_in_0 = float32[2,8] PyFunc(lms/a/swap_out) after [gradient_tape/db, lms/b/given_back_0] on
+              /device:CPU:0
+      + lms/a/swap_in_0/EnsureShape = float32[2,8] EnsureShape(lms/a/swap_in_0) {shape=[2,8]}
+      + gradient_tape/da = float32[2,8] Mul(gradient_tape/d, lms/a/swap_in_0/EnsureShape)
+      + lms/a/given_back_0 = int64[] PyFunc() after [gradient_tape/da] on /device:CPU:0
+      + lms/b/given_back_0 = int64[] PyFunc() after [gradient_tape/db] on /device:CPU:0
+      + effects lms/a/given_back_0, lms/b/given_back_0
+        return gradient_tape/da
+    """)
 
 
-def test_insert_swaps_generators_and_loops_that_write_come_last():
-    """A `tf.random.Generator` advances its state in one op with the draw, and a loop may assign in its body."""
-    generator, rounds = tf.random.Generator.from_seed(1), tf.Variable(0)
-    weights = [tf.Variable(np.random.default_rng(n).normal(size=(3, 3, 2, 2))) for n in range(3)]
-
-    def train(x):
-        with tf.GradientTape() as tape:
-            for kernel in weights:
-                x = tf.sin(tf.nn.conv2d(x, kernel, 1, "SAME"))
-            loss = tf.reduce_mean(x * x) + generator.normal([], dtype=tf.float64)
-        for kernel, gradient in zip(weights, tape.gradient(loss, weights), strict=True):
-            kernel.assign_sub(0.1 * gradient)
-        tf.while_loop(lambda i: i < 2, lambda i: (i + rounds.assign_add(1) * 0 + 1,), (0,))
-        return loss
-
-    x = np.random.default_rng(9).normal(size=(2, 8, 12, 2))
-    variables = [*weights, generator.state, rounds]
-    step = Step(tf.function(train).get_concrete_function(tf.constant(x)), variables, [(x,)] * 3)
-    result = swapped(step)
-    outs = {node.name for node in result.graph.nodes.values() if node.name.endswith("swap_out")}
-    writers = [node for node in result.graph.nodes.values() if node.op in ("RngReadAndSkip", "While")]
-    assert len(outs) >= 3 and len(writers) == 2 and same_bits(step, result.function)
-    assert all(outs <= {before.name for before in ancestors([node])} for node in writers)
-
-
-def test_insert_swaps_updates_wait_for_few_ops(traced):
-    result = swapped(traced)
-    edges = sum(c.name.startswith("lms/") for node in result.graph.keep for c in node.control_inputs)
-    swaps, updates = len(result.plan.swaps), sum(node.op.startswith("Assign") for node in result.graph.keep)
-    assert 0 < edges <= swaps + 2 * updates < swaps * updates
+def test_insert_swaps_host_tier_variables_change_last():
+    swapping(HostTier()).check("""
+        graph(x: float32[2,8], w: resource of float32[2,8], state: resource of int64[3])
+        weight = float32[2,8] ReadVariableOp(w)
+        a = float32[2,8] Mul(x, weight)
+        b = float32[2,8] Exp(a)
+        y = float32[2,8] Sin(b)
+        gradient_tape/dy = float32[2,8] Cos(y)
+        gradient_tape/db = float32[2,8] Tanh(gradient_tape/dy)
+      - gradient_tape/dw = float32[2,8] Mul(gradient_tape/db, a)
+      - gradient_tape/dx = float32[2,8] Sub(gradient_tape/db, a)
+      - update = AssignSubVariableOp(w, gradient_tape/dw) after [weight]
+      - draw = int64[3] RngReadAndSkip(state, 1, uint64:1)
+      + lms/a/swap_out = float32[2,8] Identity(a) on /device:CPU:0
+      + lms/a/swap_in_0 = float32[2,8] Identity(lms/a/swap_out) after [gradient_tape/dy] on /device:CPU:0
+      + gradient_tape/dw = float32[2,8] Mul(gradient_tape/db, lms/a/swap_in_0)
+      + gradient_tape/dx = float32[2,8] Sub(gradient_tape/db, lms/a/swap_in_0)
+      + update = AssignSubVariableOp(w, gradient_tape/dw) after [lms/swapped_out, weight]
+      + draw = int64[3] RngReadAndSkip(state, 1, uint64:1) after [lms/swapped_out]
+      + lms/swapped_out = NoOp() after [lms/a/swap_out]
+        effects draw, update
+        return y, gradient_tape/dx
+    """)
 
 
-@pytest.mark.parametrize("rank", [2, 3])
-def test_recompute_pooling_swapped_step_computes_same_bits(rank, plan_with):
-    """The pass is for oneDNN's kernels; the test runs it with TensorFlow's, in float64 where there is one."""
-    plan_with(**ONEDNN)
-    convolve, pool = {2: (layers.Conv2D, layers.MaxPooling2D), 3: (layers.Conv3D, layers.MaxPooling3D)}[rank]
+def test_insert_swaps_update_before_a_swap_in_does_not_wait_for_its_swap_out():
+    swapping(HostTier(), swap_branches=True, excl_types=("Cos",)).check("""
+        graph(x: float32[2,8], v: resource of float32[2,8])
+        a = float32[2,8] Exp(x)
+        y = float32[2,8] Cos(a)
+      - update = AssignVariableOp(v, y)
+      + update = AssignVariableOp(v, y) after [lms/swapped_out]
+        c = float32[2,8] Tanh(y) after [update]
+        d = float32[2,8] Cos(c)
+        e = float32[2,8] Cos(d)
+      - f = float32[2,8] ClipByValue(c, a, e)
+      + lms/c/swap_out = float32[2,8] Identity(c) on /device:CPU:0
+      + lms/c/swap_in_0 = float32[2,8] Identity(lms/c/swap_out) after [e] on /device:CPU:0
+      + lms/a/swap_out = float32[2,8] Identity(a) on /device:CPU:0
+      + lms/a/swap_in_0 = float32[2,8] Identity(lms/a/swap_out) after [e] on /device:CPU:0
+      + f = float32[2,8] ClipByValue(lms/c/swap_in_0, lms/a/swap_in_0, e)
+      + lms/swapped_out = NoOp() after [lms/a/swap_out]
+        effects update
+        return f
+    """)
 
-    def pooled(x):
-        x = x if rank == 2 else layers.Reshape((16, 12, 2, -1))(x)
-        for _ in range(2):
-            x = pool((3, 2, 1)[:rank], strides=2, padding="same")(convolve(4, 3, padding="same", activation="relu")(x))
-        return x if rank == 2 else layers.Reshape((4, 3, -1))(x)
 
-    step = keras_step(pooled, (16, 24), 2, floatx="float64" if rank == 2 else "float32")
-    result = swapped(step)
-    again = [node for node in result.graph.nodes.values() if node.name.endswith("Grad/pool")]
-    assert len(again) == 2 and len(result.plan.swaps) >= 3
-    assert same_bits(step, result.function)
+def test_insert_swaps_gradient_of_shapes_alone_is_no_trigger():
+    swapping(HostTier(), ctrld_strategy="direct_order").check("""
+        graph(x: float32[?,8])
+        a = float32[?,8] Exp(x)
+        b = float32[?,8] Sin(a)
+        y = float32[?,8] Cos(b)
+        gradient_tape/dy = float32[?,8] Tanh(y)
+        size = int32[2] Shape(a)
+        gradient_tape/ones = float32[?,8] Fill(size, 1.0)
+        gradient_tape/early = float32[?,8] Sinh(gradient_tape/ones)
+        gradient_tape/later = float32[?,8] Tanh(gradient_tape/early)
+      + lms/a/swap_out = float32[?,8] Identity(a) on /device:CPU:0
+      + lms/a/swap_in_0 = float32[?,8] Identity(lms/a/swap_out) after [gradient_tape/dy] on /device:CPU:0
+      - gradient_tape/dx = float32[?,8] ClipByValue(a, gradient_tape/dy, gradient_tape/later)
+      + gradient_tape/dx = float32[?,8] ClipByValue(lms/a/swap_in_0, gradient_tape/dy, gradient_tape/later)
+        return gradient_tape/dx
+    """)
