@@ -22,12 +22,6 @@ def numbers(*shape):
     return tf.constant(RANDOM.normal(size=shape))
 
 
-def normalised(function, *arrays, known=True):
-    """Return the canonical function, and the types of its ops."""
-    new, nodes = canonical(function, *arrays, known=known)
-    return new, [node.op for node in nodes]
-
-
 def twice(x):
     return tf.tensordot(tf.tensordot(x, tf.ones((3, 5), x.dtype), 1), tf.eye(5, dtype=x.dtype), 1)
 
@@ -51,7 +45,7 @@ SAME = {
 @pytest.mark.parametrize("known", (True, False), ids=("known", "unknown"))
 def test_fold_matrices_step_computes_same_values(what, known):
     x = numbers(2, 4, 5, 3)
-    function, _ = normalised(SAME[what], x, known=known)
+    function, _ = canonical(SAME[what], x, known=known)
     pairs = zip(tf.nest.flatten(function(x)), tf.nest.flatten(SAME[what](x)), strict=True)
     assert max(error(got, want) for got, want in pairs) < TOLERANCE
 

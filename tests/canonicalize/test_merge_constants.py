@@ -1,7 +1,5 @@
 """Merging of equal constants."""
 
-from __future__ import annotations
-
 import numpy as np
 import tensorflow as tf
 from graph_rewrites import passes
@@ -12,23 +10,17 @@ from rewriters.canonicalize.merge_constants import MAX_BYTES, MergeConstants
 from rewriters.ir.static_values import constant
 
 
-def _constants(function, *arguments, merge=True):
+def merged(function, *arguments):
+    """Return the canonical graph of a function, and the values of its constants."""
     concrete = tf.function(function).get_concrete_function(*arguments)
-    graph = read_canonical(concrete, CanonicalMode.EXACT, merge_constants=merge)
-    return [constant(node) for node in graph.nodes.values() if node.op == "Const"], graph
-
-
-X = tf.TensorSpec((2, 3))
-
-
-def _equal_to(graph, value):
-    return [n for n in graph.nodes.values() if n.op == "Const" and np.array_equal(constant(n), np.float32(value))]
+    graph = read_canonical(concrete, CanonicalMode.EXACT, merge_constants=True)
+    return graph, [constant(node) for node in graph.nodes.values() if node.op == "Const"]
 
 
 def test_merge_constants_large_ones_stay():
     count = MAX_BYTES // 4 + 1
     ones = np.ones(count, np.float32)
-    values, _ = _constants(lambda x: (x * ones) * ones, tf.TensorSpec((count,)))
+    _, values = merged(lambda x: (x * ones) * ones, tf.TensorSpec((count,)))
     assert len(values) == 2
 
 
@@ -47,10 +39,16 @@ def test_merge_constants_one_of_an_optimizer_keeps_later_forward_ops_forward():
             losses.append(loss)
         return losses
 
-    _, graph = _constants(function, tf.TensorSpec((2, 8, 8, 2)))
+    graph, values = merged(function, tf.TensorSpec((2, 8, 8, 2)))
     analysis = GraphAnalysis(graph, ("update0", "update1"))
     forward = [node.op for node in analysis.order if node.op in ("Conv2D", "Tanh") and node not in analysis.backward]
-    assert len(_equal_to(graph, 0.3)) == 1 and sorted(forward) == ["Conv2D", "Conv2D", "Tanh", "Tanh"]
+    assert sum(np.array_equal(value, np.float32(0.3)) for value in values) == 1
+    assert sorted(forward) == [
+        "Conv2D",
+        "Conv2D",
+        "Tanh",
+        "Tanh",
+    ]
 
 
 def merging():

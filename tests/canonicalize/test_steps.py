@@ -64,8 +64,8 @@ def test_bypass_no_ops_are_bypassed_unless_they_wait_for_an_assertion():
     """)
 
 
-def test_shapes_of_sums_reshapes_and_paddings_are_found_by_their_operands():
-    step(lambda graph, evaluate: found_shapes(graph, evaluate)).check("""
+def test_find_shapes_of_sums_and_by_operands_evaluates_axes_sizes_and_paddings():
+    step(lambda graph, evaluate: all([find(graph, evaluate) for find in FINDERS])).check("""
         graph(x: float32[?,4,6], y: float32[6])
         sizes = (int32[3], int32[1]) ShapeN(x, y) {N=2}
         args = (int32[?], int32[?]) BroadcastGradientArgs(sizes, sizes:1)
@@ -73,24 +73,28 @@ def test_shapes_of_sums_reshapes_and_paddings_are_found_by_their_operands():
       + sum = float32[6] Sum(x, args:1)
       - kept = float32[...] Mean(x, args:1) {keep_dims=True}
       + kept = float32[1,1,6] Mean(x, args:1) {keep_dims=True}
-        size = int32[3] Shape(x)
-        batch = int32[] StridedSlice(size, [0], [1], [1]) {shrink_axis_mask=1}
+        batch = int32[] StridedSlice(sizes, [0], [1], [1]) {shrink_axis_mask=1}
         to = int32[3] Pack(batch, 6, 4) {N=3}
       - shaped = float32[?,?,?] Reshape(x, to)
       + shaped = float32[?,6,4] Reshape(x, to)
       - padded = float32[?,?,?] Pad(x, [[0, 0], [1, 1], [0, 2]])
       + padded = float32[?,6,8] Pad(x, [[0, 0], [1, 1], [0, 2]])
-      - tanh = float32[?,?,?] Tanh(padded)
-      + tanh = float32[?,6,8] Tanh(padded)
-      - turned = float32[...] Transpose(tanh, [0, 2, 1])
-      + turned = float32[?,8,6] Transpose(tanh, [0, 2, 1])
-        return sum, kept, shaped, turned
+        return sum, kept, shaped, padded
     """)
 
 
-def found_shapes(graph, evaluate):
-    steps = canonicalize._find_shapes_of_sums, canonicalize._find_shapes_by_operands, canonicalize._infer_shapes
-    return all([find(graph, evaluate) for find in steps])
+FINDERS = canonicalize._find_shapes_of_sums, canonicalize._find_shapes_by_operands
+
+
+def test_infer_shapes_of_consumers_of_known_shapes():
+    step(canonicalize._infer_shapes).check("""
+        graph(x: float32[?,4,6])
+      - tanh = float32[?,?,?] Tanh(x)
+      + tanh = float32[?,4,6] Tanh(x)
+      - turned = float32[...] Transpose(tanh, [0, 2, 1])
+      + turned = float32[?,6,4] Transpose(tanh, [0, 2, 1])
+        return turned
+    """)
 
 
 def test_find_shapes_by_operands_padding_of_unknown_rank_stays_open():
@@ -221,11 +225,11 @@ def test_freeze_shapes_known_sizes_become_constants():
 
 def test_add_batch_axis_to_weights_with_pixels_and_their_gradients():
     step(add_batch_axis).check("""
-        graph(x: float32[?,4,5,3], mask: float32[4,5,3], channels: float32[3])
+        graph(x: float32[?,4,5,3], mask: float32[4,5,3], means: float32[1,1,3])
       - masked = float32[?,4,5,3] Mul(x, mask)
       + masked/ExpandDims = float32[1,4,5,3] ExpandDims(mask, 0)
       + masked = float32[?,4,5,3] Mul(x, masked/ExpandDims)
-        scaled = float32[?,4,5,3] Mul(masked, channels)
+        scaled = float32[?,4,5,3] Mul(masked, means)
       - gradient = float32[4,5,3] Sum(scaled, 0)
         bias = float32[3] Sum(scaled, [0, 1, 2])
       - late = float32[3] Exp(bias) after [gradient]

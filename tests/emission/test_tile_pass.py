@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 import tensorflow as tf
 from equivalence import Cut, plan
 from graph_rewrites import assert_lines, new_lines
@@ -11,6 +12,8 @@ from rewriters.canonicalize.canonicalize import read_canonical
 from rewriters.emission import file_buffers, tile_pass
 from rewriters.ir.loop_bodies import function_of
 from rewriters.ir.text import graph_text
+
+pytestmark = pytest.mark.skipif(bool(tf.config.list_physical_devices("GPU")), reason="loops on a GPU have other ops")
 
 
 def tiled(*cuts, files=None):
@@ -33,9 +36,9 @@ def tiled(*cuts, files=None):
     return graph_text(analysis.graph), tile_pass.tile_segments(analysis, plan(analysis, cuts), files)
 
 
-def images_in_body(graph, loop):
-    """Return the lines of a loop's body that compute numbers of floating point."""
-    lines = graph_text(function_of(graph, graph.nodes[f"sft/segment0/{loop}/while"], "body")).splitlines()
+def images_in_body(graph):
+    """Return the lines of the backward loop's body that compute numbers of floating point."""
+    lines = graph_text(function_of(graph, graph.nodes["sft/segment0/backward/while"], "body")).splitlines()
     return [line for line in lines if " = float64[" in line]
 
 
@@ -73,7 +76,7 @@ def test_tile_pass_loops_of_two_segments_wait_for_each_other_and_for_updates_bet
 def test_tile_pass_body_recomputes_rows_of_neighbouring_tiles():
     _, graph = tiled(Cut("input", "two", (2, 1)))
     assert_lines(
-        images_in_body(graph, "backward"),
+        images_in_body(graph),
         """
         while/StridedSlice = float64[2,?,8,2] StridedSlice(Placeholder_7, while/stack, while/stack_1, [1, 1, 1, 1])
                 {begin_mask=13, end_mask=13}
@@ -106,7 +109,7 @@ def test_tile_pass_body_recomputes_rows_of_neighbouring_tiles():
 def test_tile_pass_body_carries_rows_of_neighbouring_tiles():
     _, graph = tiled(Cut("input", "two", (2, 1), halo="carry"))
     assert_lines(
-        [line for line in images_in_body(graph, "backward") if re.search("StridedSlice|Inplace|const", line)],
+        [line for line in images_in_body(graph) if re.search("StridedSlice|Inplace", line)],
         """
         while/StridedSlice = float64[2,?,8,2] StridedSlice(Placeholder_8, while/stack, while/stack_1, [1, 1, 1, 1])
                 {begin_mask=13, end_mask=13}

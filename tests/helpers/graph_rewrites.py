@@ -14,13 +14,7 @@ from rewriters.ir.text import METADATA_MARK, graph_text
 
 
 class Rewriting:
-    """A rewriting under test: a function that returns the new graph, and how the graphs are compared.
-
-    Attributes:
-        rewrite: The function.
-        run: Whether both graphs are also run.
-        inline_constants: As for `graph_text`.
-    """
+    """A function under test that returns a new graph; `run` tells whether both graphs are run, too."""
 
     def __init__(self, rewrite, run, inline_constants=True):
         self.rewrite, self.run, self.inline_constants = rewrite, run, inline_constants

@@ -75,36 +75,18 @@ def test_delay_early_ops_factor_of_a_gradient_waits_for_the_gradient():
     """)
 
 
-def test_delay_early_ops_below_min_bytes_or_awaited_or_returned_are_not_delayed():
+def test_delay_early_ops_small_or_awaited_or_returned_are_not_delayed():
     delaying(2**20).check("""
         graph(x: float32[2,40], w: resource of float32[40,40])
         weight = float32[40,40] ReadVariableOp(w)
+        y = float32[2,40] Cos(x)
         small = float32[2,40] Slice(weight, [0, 0], [2, 40])
-        root = float32[2,40] Sqrt(small)
-        scaled = float32[40,40] Exp(weight)
+        sum = float32[2,40] Sub(y, small)
+        awaited = float32[40,40] Exp(weight)
+        late = float32[2,40] Sin(x) after [awaited]
+        product = float32[2,40] MatMul(sum, awaited)
         returned = float32[40,40] Sin(weight)
-        y = float32[2,40] Tanh(x) after [scaled]
-        z = float32[2,40] AddV2(y, root)
-        product = float32[2,40] MatMul(z, scaled)
-        return product, returned
-    """)
-
-
-def test_delay_early_ops_values_that_wait_for_each_other_close_no_cycle():
-    delaying().check("""
-        graph(x: float32[2,8])
-        y = float32[2,8] Tanh(x)
-        gradient_tape/dy = float32[2,8] Cos(y)
-      - a = float32[2,8] Exp(x)
-      - b = float32[2,8] Sin(x)
-      - c = float32[2,8] Mul(a, b)
-      + a = float32[2,8] Exp(x) after [gradient_tape/dy]
-      + b = float32[2,8] Sin(x) after [gradient_tape/dy]
-      + c = float32[2,8] Mul(a, b) after [gradient_tape/dy]
-        gradient_tape/first = float32[2,8] Mul(gradient_tape/dy, c)
-        gradient_tape/second = float32[2,8] Mul(gradient_tape/first, a)
-        gradient_tape/third = float32[2,8] Mul(gradient_tape/dy, b)
-        return gradient_tape/second, gradient_tape/third
+        return product, late, returned
     """)
 
 
@@ -178,6 +160,7 @@ def before_loops(graph):
 def test_run_updates_before_loops_loop_waits_for_updates_of_earlier_loops():
     passes(before_loops, run=False).check("""
         graph(x: float32[2,3], v: resource of float32[2,3], w: resource of float32[2,3])
+        other = AssignSubVariableOp(v, [[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]])
         start0 = NoOp()
         loop0 = float32[2,3] While(x) after [start0]
         start1 = NoOp() after [loop0]
@@ -188,7 +171,7 @@ def test_run_updates_before_loops_loop_waits_for_updates_of_earlier_loops():
       + start2 = NoOp() after [first, loop1]
         loop2 = float32[2,3] While(loop1) after [start2]
         last = AssignSubVariableOp(w, loop2)
-        effects first, last
+        effects first, last, other
         return loop0
     """)
 

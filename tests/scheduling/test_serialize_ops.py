@@ -130,19 +130,20 @@ def test_serialize_large_ops_copy_of_a_variable_is_computed_when_it_is_needed():
     """)
 
 
-def test_serialize_large_ops_small_and_fixed_ops_and_forward_ops_before_backward_ones_do_not_wait():
+def test_serialize_large_ops_small_and_fixed_and_forward_ops_do_not_wait_for_backward_ones():
     in_order(backward={"back", "gradient"}, fixed={"sum"}).check("""
         graph(x: float32[100])
-      - back = float32[100] Roll(x, 3, 0)
-      + back = float32[100] Roll(x, 3, 0) after [c]
-        a = float32[100] Roll(x, 1, 0)
-        b = float32[100] Roll(a, 2, 0)
-      - c = float32[100] Roll(a, 3, 0)
-      + c = float32[100] Roll(a, 3, 0) after [b]
+        zero = int32[] Const() {value=0} on CPU:0
+        back = float32[100] Roll(x, zero, zero)
+        a = float32[100] Roll(x, zero, zero)
+        b = float32[100] Roll(a, zero, zero)
+      - c = float32[100] Roll(a, zero, zero)
+      + c = float32[100] Roll(a, zero, zero) after [b]
         sum = float32[100] AddV2(b, c)
+      - gradient = float32[100] Roll(sum, zero, zero)
+      + gradient = float32[100] Roll(sum, zero, zero) after [c]
         small = float32[10] Slice(x, [0], [10])
-        gradient = float32[100] Mul(back, sum)
-        return gradient, small
+        return back, gradient, small
     """)
 
 
@@ -161,20 +162,21 @@ def test_serialize_large_ops_fused_ops_stay_adjacent():
     """)
 
 
-def test_in_swap_order_devices_and_exchanges_are_apart():
-    Rewriting(lambda graph: in_swap_order(without_copies(graph), 1, 2).graph, False).check("""
+def test_in_swap_order_devices_and_ops_behind_exchanges_do_not_wait():
+    Rewriting(lambda graph: in_swap_order(without_copies(graph), 1, 2).graph, run=False).check("""
         graph(x: float32[100])
         zero = int32[] Const() {value=0} on CPU:0
-      - a = float32[100] Exp(x) on GPU:0
-      + a = float32[100] Exp(x) after [b] on GPU:0
-        sum = float32[100] CollectiveReduceV2(a, zero, zero, zero) on GPU:0
-        last = float32[100] Exp(sum) on GPU:0
-        b = float32[100] Sin(x) on GPU:0
-        late = float32[100] Sin(last) on GPU:0
+        a = float32[100] Exp(x) on GPU:0
+        a/sum = float32[100] CollectiveReduceV2(a, zero, zero, zero) on GPU:0
+        a/after = float32[100] Exp(a/sum) on GPU:0
+      - b = float32[100] Sin(x) on GPU:0
+      + b = float32[100] Sin(x) after [a] on GPU:0
+        b/sum = float32[100] CollectiveReduceV2(b, zero, zero, zero) on GPU:0
+        b/after = float32[100] Exp(b/sum) on GPU:0
         c = float32[100] Cos(x) on GPU:1
       - d = float32[100] Tan(x) on GPU:1
       + d = float32[100] Tan(x) after [c] on GPU:1
-        return last, b, c, d, late
+        return a/after, b/after, c, d
     """)
 
 

@@ -1,4 +1,4 @@
-"""Broadcast operands of elementwise ops are read from their source, and the step computes the same bits."""
+"""Broadcast operands of elementwise ops are read from their source."""
 
 from graph_rewrites import passes
 
