@@ -21,6 +21,7 @@ import numpy as np
 
 from rewriters.ir import op_traits, tf_internals
 from rewriters.ir.graph import LOOPS, Graph, Node, Tensor
+from rewriters.ir.loop_bodies import function_names
 from rewriters.ir.static_values import constant, is_inexact
 from rewriters.rules.elementwise import Pointwise
 from rewriters.rules.registry import registered
@@ -231,11 +232,7 @@ def _function_test(graph: Graph, is_sought: Callable[[Any], bool], *, unknown: b
 
 def _bodies(attrs: Mapping[str, Any]) -> list[str]:
     """Return the names of the functions that an operation runs."""
-    return [
-        function.name
-        for value in attrs.values()
-        for function in ([value.func] if value.HasField("func") else value.list.func)
-    ]
+    return [name for value in attrs.values() for name in function_names(value)]
 
 
 def forward_derived_nodes(graph: Graph, order: list[Node], backward: set[Node]) -> set[Node]:

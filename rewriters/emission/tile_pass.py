@@ -225,7 +225,6 @@ class _LoopSplicer:
             RunUpdatesBeforeLoops(self.analysis, loops),
             SerializeScratchGroups(),
         )
-        record_state(self.graph, "insert_tile_loops", "Replace the ops of planned segments by tile loops.")
         add_edges(self.graph, scheduling)
         return self.graph
 
@@ -241,7 +240,6 @@ class _LoopSplicer:
     def in_stages(self) -> Tiled:
         """Insert the loops alone."""
         self._with_loops()
-        record_state(self.graph, "insert_tile_loops", "Replace the ops of planned segments by tile loops.")
         nodes = self.graph.nodes
         tile_loops = {node: loop for node, loop in self.tile_loops.items() if nodes.get(node.name) is node}
         return Tiled(self.graph, changed=True, tile_loops=tile_loops)
@@ -255,6 +253,7 @@ class _LoopSplicer:
         order = self._chain(loops)
         self.graph.prune()
         self._check_removed()
+        record_state(self.graph, "insert_tile_loops", "Replace the ops of planned segments by tile loops.")
         return order
 
     def _copied(self, node: Node) -> Node:

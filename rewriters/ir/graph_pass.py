@@ -77,6 +77,11 @@ def _record_pass(graph_pass: GraphPass[Any], before: Graph, after: Graph) -> Non
         after.history = (*before.history, *after.history)
     if len(after.history) == len(before.history):
         record_state(after, graph_pass.name, type(graph_pass).__doc__ or "")
+    found = violations(after, graph_pass.stage) if dump_directory() else []
+    if found:
+        last = after.history[-1]
+        purpose = f"{last.purpose} ILLEGAL at stage {graph_pass.stage.name}: {'; '.join(found)}"
+        after.history = (*after.history[:-1], last._replace(purpose=purpose))
 
 
 class PassError(RewriteError):
@@ -265,12 +270,12 @@ def check_well_formed(graph: Graph) -> None:
 
 
 def check_legal(graph: Graph, stage: Stage) -> None:
-    """Check the rules of a stage (`legality.py`), with `FULL_CHECKS` or when graphs are recorded.
+    """With `FULL_CHECKS`, check the rules of a stage (`legality.py`).
 
     Raises:
         PassError: Naming the first violations.
     """
-    found = violations(graph, stage) if FULL_CHECKS or dump_directory() else []
+    found = violations(graph, stage) if FULL_CHECKS else []
     if found:
         raise PassError(f"the graph is illegal at stage {stage.name}: {'; '.join(found[:3])}")
 

@@ -1,7 +1,7 @@
 """Legality of a graph at each stage of compilation: which ops, edges and metadata may occur.
 
-The table `RULES` lists the rules with the stages at which they hold. The runner of passes checks them in tests, and
-when graphs are recorded (`graph_pass.py`).
+The table `RULES` lists the rules with the stages at which they hold. In tests, the runner of passes and the importer
+check them (`graph_pass.py`). A dump names violations.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from rewriters.ir import tf_internals
 from rewriters.ir.graph import LOOPS, PER_PIXEL, Graph, Node, ancestors
+from rewriters.ir.loop_bodies import function_names
 from rewriters.ir.op_traits import Trait, ops_with
 
 __all__: list[str] = []
@@ -60,7 +61,7 @@ def _known_roles(graph: Graph) -> Iterator[str]:
             yield f"the role of `{node.name}` is {node.metadata.role!r}, which is none of {sorted(ROLES)}"
 
 
-def _own_nodes(graph: Graph) -> Iterator[str]:
+def _aliases_in_graph(graph: Graph) -> Iterator[str]:
     """Replaced tensors lead to nodes of the graph."""
     for old, tensor in graph.aliases.items():
         if graph.nodes.get(tensor.node.name) is not tensor.node:
@@ -111,11 +112,12 @@ def _triggered_swap_ins(graph: Graph) -> Iterator[str]:
     """A swap-in waits for an op beside its swap-out, so that the copy does not exist from the swap-out on."""
     for node in graph.nodes.values():
         held = [tensor.node for tensor in node.inputs if tensor.node.op in _PYTHON_CALLS]
-        if node.op in _PYTHON_CALLS and held and _is_swap(node) and not set(node.control_inputs) - set(held):
+        if node.op in _PYTHON_CALLS and held and is_swap(node) and not set(node.control_inputs) - set(held):
             yield f"the swap-in `{node.name}` waits for its swap-out `{held[0].name}` alone"
 
 
-def _is_swap(node: Node) -> bool:
+def is_swap(node: Node) -> bool:
+    """Return whether swapping has added an op."""
     return node.name.startswith("lms/")
 
 
@@ -133,8 +135,7 @@ def _defined_functions(graph: Graph) -> Iterator[str]:
         if node.op in LOOPS and "body" not in node.attrs:
             yield f"the loop `{node.name}` has no body"
         for key, value in node.attrs.items():
-            names = [function.name for function in ([value.func] if value.HasField("func") else value.list.func)]
-            for name in names:
+            for name in function_names(value):
                 if name not in defined:
                     yield f"`{node.name}` names the function `{name}` as `{key}`, which the library lacks"
 
@@ -150,7 +151,7 @@ _NO_VALUE = tf.compat.v1.AttrValue()
 
 RULES: Mapping[Rule, tuple[Stage, Stage]] = {
     _known_roles: (Stage.TRACED, Stage.IMPORTABLE),
-    _own_nodes: (Stage.TRACED, Stage.IMPORTABLE),
+    _aliases_in_graph: (Stage.TRACED, Stage.IMPORTABLE),
     _uniform_ops: (Stage.CANONICAL, Stage.PIPELINED),
     _live_ops: (Stage.CANONICAL, Stage.SWAPPED),  # Micro-batches compute results of which only one is returned.
     _buffers_of_loops: (Stage.TILED, Stage.IMPORTABLE),

@@ -36,6 +36,11 @@ def _num_steps(distance: int, step: int) -> int | None:
     return max(-(-distance // step), 0) if step > 0 else None
 
 
+def function_names(attribute: Any) -> list[str]:
+    """Return the names of the functions that an `AttrValue` refers to."""
+    return [function.name for function in ([attribute.func] if attribute.HasField("func") else attribute.list.func)]
+
+
 def function_of(graph: Graph, node: Node, attr: str) -> Graph | None:
     """Return a function of a loop as a graph with shapes; `None` if the library lacks it or it cannot be imported.
 

@@ -35,7 +35,7 @@ import tensorflow as tf
 
 from rewriters.ir import tf_internals
 from rewriters.ir.graph import BRANCHES, LOOPS, Graph, Node, Shape, Tensor, producers
-from rewriters.ir.loop_bodies import branches_of, called_function, function_of
+from rewriters.ir.loop_bodies import branches_of, called_function, function_names, function_of
 from rewriters.ir.op_traits import Trait, ops_with
 
 __all__: list[str] = []
@@ -50,6 +50,7 @@ INDENT, METADATA_MARK = "  ", "  # "
 
 _HIDDEN = frozenset(
     (
+        "_gradient_op_type",
         "_has_manual_control_dependencies",
         "_lower_using_switch_merge",
         "_num_original_outputs",
@@ -80,7 +81,7 @@ def graph_text(graph: Graph, *, inline_constants: bool = True, bodies: bool = Tr
 
 def op_line(node: Node) -> str:
     """Return the line of one op, with the names of all operands and without metadata."""
-    return _line(node, {}).partition(METADATA_MARK)[0]
+    return _line(node, {}, with_metadata=False)
 
 
 def _lines(
@@ -103,7 +104,7 @@ def _lines(
         begin = f" = {operand}" if operand else ""
         yield f"{INDENT}{tensor.node.name}: {_argument(graph, tensor)}{begin},"
     yield "):"
-    for node in program_order(graph):
+    for node in _program_order(graph):
         if node in literals or node in given:
             continue
         yield INDENT + _line(node, literals)
@@ -118,7 +119,7 @@ def _lines(
             yield f"{INDENT}{text.rpartition(' ')[2]}: {', '.join(sorted({node.name for node in group}))}"
 
 
-def program_order(graph: Graph) -> list[Node]:
+def _program_order(graph: Graph) -> list[Node]:
     """Return the nodes in creation order, but each behind the producers of its operands, unless on a cycle."""
     placed: dict[Node, None] = {}
     begun: set[Node] = set()
@@ -185,7 +186,7 @@ def _number_text(value: np.ndarray, dtype: tf.DType) -> str:
     return str(text)
 
 
-def _line(node: Node, literals: dict[Node, str]) -> str:
+def _line(node: Node, literals: dict[Node, str], *, with_metadata: bool = True) -> str:
     results = [f"{dtype.name}{shape_text(shape)}" for dtype, shape in node.outputs]
     result = results[0] if len(results) == 1 else f"({', '.join(results)})"
     left = f"{node.name} = {result} " if results else f"{node.name} = "
@@ -194,7 +195,7 @@ def _line(node: Node, literals: dict[Node, str]) -> str:
     parts += [f"{{{attrs}}}"] if attrs else []
     parts += [f"after [{_names(node.control_inputs)}]"] if node.control_inputs else []
     parts += [f"on {node.device}"] if node.device else []
-    metadata = str(node.metadata)
+    metadata = str(node.metadata) if with_metadata else ""
     return " ".join(parts) + (f"{METADATA_MARK}{metadata}" if metadata else "")
 
 
@@ -212,18 +213,13 @@ def _attributes(node: Node) -> Iterator[tuple[str, str]]:
     types = tf_internals.type_attributes(node.op)
     for key in sorted(node.attrs):
         value = node.attrs[key]
-        if key not in types and key not in _HIDDEN and defaults.get(key) != value and not _functions(value):
+        if key not in types and key not in _HIDDEN and defaults.get(key) != value and not function_names(value):
             yield key, _attribute(value, node)
 
 
 @functools.cache
 def _defaults(op_type: str) -> dict[str, Any]:
     return tf_internals.default_attributes(op_type)
-
-
-def _functions(value: Any) -> list[str]:
-    """Return the names of the functions that an attribute refers to."""
-    return [function.name for function in ([value.func] if value.HasField("func") else value.list.func)]
 
 
 def _attribute(value: Any, node: Node) -> str:
@@ -252,10 +248,11 @@ def _item(item: Any) -> str:
 
 def _bodies(graph: Graph, node: Node, inline: bool, seen: dict[str, str], literals: dict[Node, str]) -> Iterator[str]:
     """Yield the lines of the functions that an op runs: the body of a loop, branches, or a called function."""
-    names = [name for value in node.attrs.values() for name in _functions(value)]
+    names = [name for value in node.attrs.values() for name in function_names(value)]
     if not names:
         return
-    first = seen.setdefault(", ".join(names), node.name)
+    specs = [f"{tensor.dtype.name}{shape_text(tensor.shape)}" for tensor in node.inputs]
+    first = seen.setdefault(", ".join([*names, *specs]), node.name)
     if first != node.name:
         yield f"as {first}"
         return

@@ -30,6 +30,9 @@ from rewriters.tiling.tile_planner import TileLoop
 __all__: list[str] = []
 
 
+_BACKWARD_ROLES = ("backward", "update")
+
+
 @dataclasses.dataclass(frozen=True)
 class StagedStep:
     """Step of a micro-batch with its partition, stages, tile loops and swaps.
@@ -188,7 +191,8 @@ def _transfer_metadata(staged: StagedStep, graph: Graph, tile_loops: Mapping[Nod
     """
     old = staged.analysis
     nodes = graph.nodes
-    backward = {node for node in nodes.values() if node.metadata.role in ("backward", "update")}
+    backward = {nodes[node.name] for node in old.backward if node.name in nodes}
+    backward |= {n for n in nodes.values() if n.name not in old.graph.nodes and n.metadata.role in _BACKWARD_ROLES}
     of = {node: node.metadata.stage for node in nodes.values() if node.metadata.stage is not None}
     analysis = GraphAnalysis(graph, backward=backward)
     new = [node for node in analysis.order if node.name not in old.graph.nodes]

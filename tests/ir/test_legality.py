@@ -68,7 +68,7 @@ def renamed():
 LEGAL_AFTER = LOOPS.replace("While(x)", "While(x) after [one]")
 CASES = {
     "_known_roles": (lambda: with_metadata(parsed(LEGAL), a=Metadata(role="both")), "the role of `a` is 'both'"),
-    "_own_nodes": (broken_alias, "`old:0` was replaced by `a:0`, which is not in the graph"),
+    "_aliases_in_graph": (broken_alias, "`old:0` was replaced by `a:0`, which is not in the graph"),
     "_uniform_ops": (lambda: parsed(LEGAL.replace("a = float32[4] Relu", "a = int32[1] Size")), "`a` is a `Size`"),
     "_live_ops": (
         lambda: parsed(LEGAL.replace("  effects", "  dead = float32[4] Relu(a)\n  effects")),

@@ -226,7 +226,8 @@ def test_step_patch_instance_train_step_is_restored():
     assert model.__dict__["train_step"] is own
 
 
-def test_step_patch_retraces_after_freezing_in_callback():
+@both
+def test_step_patch_retraces_after_freezing_in_callback(make):
     class Freeze(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
             if epoch == 1:
@@ -238,7 +239,7 @@ def test_step_patch_retraces_after_freezing_in_callback():
             self.plain = is_plain(self.model)
 
     model, plain, watch = net(), net(), Watch()
-    model.fit(X, Y, batch_size=4, epochs=2, callbacks=[tiles(), Freeze(), watch], **SETTINGS)
+    model.fit(X, Y, batch_size=4, epochs=2, callbacks=[make(), Freeze(), watch], **SETTINGS)
     plain.fit(X, Y, batch_size=4, epochs=2, callbacks=[Freeze()], **SETTINGS)
     assert not watch.plain and is_plain(model)
     assert all(np.allclose(a, b, atol=1e-10) for a, b in zip(model.get_weights(), plain.get_weights(), strict=True))

@@ -101,6 +101,23 @@ def test_reproduce_script_runs_in_another_process(tiled):
     assert result.stdout == "01-prune.txt: equal\n"
 
 
+def test_reproduce_missing_graph_is_a_difference(tiled, capsys):
+    extra = tiled / "99-Extra.txt"
+    extra.write_text("graph(\n):\n", encoding="utf-8")
+    try:
+        assert not reproduce(tiled, 99) and not reproduce(tiled)
+    finally:
+        extra.unlink()
+    assert capsys.readouterr().out.count("99-Extra.txt: differs") == 2
+    assert not reproduce(tiled, 98)
+
+
+def test_dump_that_cannot_be_written_warns(tmp_path):
+    (tmp_path / "file").write_text("")
+    with dumping_to(str(tmp_path / "file")), pytest.warns(UserWarning, match="the passes cannot be written to"):
+        assert rewritten(tflms_sft.SFTParams((2, 1))).plan.changed
+
+
 def test_dump_each_rewriting_has_a_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("TFLMS_SFT_DUMP", str(tmp_path / "steps"))
     rewritten(tflms_sft.LMSParams(min_bytes=1))

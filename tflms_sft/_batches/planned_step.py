@@ -160,6 +160,7 @@ class PlannedStep:
         batch_limit: Batch sizes that the plan holds for; `None` without a budget.
         variable_bytes: Bytes of each variable.
         has_run: Whether its first step has run, whose peak is measured.
+        num_traces: Number of calls of `trace_again`, after which an earlier trace is out of date.
     """
 
     make_function: Callable[[], Any]
@@ -171,6 +172,7 @@ class PlannedStep:
     batch_limit: BatchLimit | None = None
     variable_bytes: Sequence[int] = ()
     has_run: bool = False
+    num_traces: int = 0
     _function: Any = dataclasses.field(init=False, default=None, repr=False)
     _on_batch: Any = dataclasses.field(init=False, default=None, repr=False)
 
@@ -258,16 +260,20 @@ class PlannedStep:
 
     def trace_again(self) -> None:
         """Have Keras build the compiled function, which traces the step, and rewrite the new traces; keep the plan."""
+        self.num_traces += 1
+        self._rebuild()
+
+    def _rebuild(self) -> None:
         self.importers.clear()
         self._function, self._on_batch = self.make_function(), None
 
     def plan_again(self) -> None:
-        """Forget the plan, so that the next step is planned again."""
+        """Forget the plan, so that the next step is planned again, from its present trace."""
         self.abandon()
         self.plan = None
         self.sizes.drop_extension()
         self.is_open = self.has_run = False
-        self.trace_again()
+        self._rebuild()
 
     def abandon(self) -> None:
         """Release everything that a failed step has left in swap tiers and files."""

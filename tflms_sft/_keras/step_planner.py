@@ -237,8 +237,9 @@ class StepPlanner:
         return importer, specs
 
     def _traced(self, method: Callable[[Any], Any], specs: Any) -> tuple[Any, LayerRecord]:
-        """Trace a step for `specs`, and remember the trace: a step that is planned again is not traced again."""
-        key = (self.sizes.current, *tf.nest.flatten(specs))
+        """Trace a step for `specs`. Under a budget, remember the trace for the next plan, unless the step changes."""
+        step = self.sizes.current
+        key = (step, step.num_traces, *tf.nest.flatten(specs)) if self.request.has_budget else object()
         if self._trace is None or self._trace[0] != key:
             with told_if_slow("tflms-sft: tracing the step ...", self.say):
                 self._trace = (key, *trace_keras_step(method, specs, self.sizes.unknown_sizes))

@@ -6,6 +6,9 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import itertools
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -39,20 +42,32 @@ def write_dump(graph: Graph, plan: Plan, peak_bytes: Callable[[Graph], int | Non
         plan: Its plan.
         peak_bytes: Predicts the peak of a graph of the history; `None` for a graph that it has no model for.
     """
-    if not dump_directory():
+    states, directory = graph.history, dump_directory()
+    if not directory:
         return None
-    parent = Path(dump_directory())
-    parent.mkdir(parents=True, exist_ok=True)
-    number = 1 + max((int(path.name[5:]) for path in parent.glob("step-[0-9]*")), default=0)
-    folder = parent / f"step-{number:02d}"
-    folder.mkdir()
-    for number, state in enumerate(graph.history):
-        (folder / file_name(number, state)).write_text(graph_text(state.graph), encoding="utf-8")
-    peaks = [None if peak_bytes is None else peak_bytes(state.graph) for state in graph.history]
-    peaks[-1:] = [plan.predicted.peak_bytes]
-    text = "\n".join((plan.summary(), "", *_summary(graph.history, peaks), ""))
-    (folder / SUMMARY).write_text(text, encoding="utf-8")
+    peaks = [None if peak_bytes is None else peak_bytes(state.graph) for state in states[:-1]]
+    peaks += [plan.predicted.peak_bytes for _ in states[-1:]]
+    try:
+        folder = _new_folder(Path(directory))
+        for number, state in enumerate(states):
+            (folder / file_name(number, state)).write_text(graph_text(state.graph), encoding="utf-8")
+        text = "\n".join((plan.summary(), "", *_summary(states, peaks), ""))
+        (folder / SUMMARY).write_text(text, encoding="utf-8")
+    except OSError as error:  # The step itself is rewritten.
+        warnings.warn(f"tflms-sft: the passes cannot be written to {directory!r}: {error}", stacklevel=2)
+        return None
     return folder
+
+
+def _new_folder(parent: Path) -> Path:
+    """Make and return the folder `step-NN` with the first number from 1 on that is free."""
+    parent.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(1):
+        with contextlib.suppress(FileExistsError):
+            folder = parent / f"step-{number:02d}"
+            folder.mkdir()
+            return folder
+    raise AssertionError("numbers do not end")
 
 
 def file_name(number: int, state: GraphState) -> str:

@@ -6,13 +6,13 @@ import difflib
 import tempfile
 from pathlib import Path
 
-from rewriters.ir.graph import GraphState
+from rewriters.ir.device_model import planning_for
 from rewriters.ir.graph_pass import dumping_to
 from rewriters.ir.text import graph_text
 from tflms_sft._report.pass_dump import file_name
 from tflms_sft._rewrite.plan_recipe import plan_from
 from tflms_sft._rewrite.rewrite import carry_out
-from tflms_sft._rewrite.saved_step import load_step
+from tflms_sft._rewrite.saved_step import load_device, load_step
 
 MAX_LINES = 40
 """Lines of a difference that are printed."""
@@ -26,28 +26,33 @@ def reproduce(folder: Path, number: int | None = None) -> bool:
         number: The only pass to compare; by default all passes are compared.
 
     Returns:
-        Whether the graphs are equal.
+        Whether the compared graphs are equal, and none is missing.
     """
-    is_equal = True
-    for current, state in enumerate(_rewritten(folder)):
-        if number not in (None, current) or not is_equal:
-            continue
-        path = folder / file_name(current, state)
-        lines = _difference(path.read_text(encoding="utf-8") if path.exists() else "", graph_text(state.graph))
-        is_equal = not lines
-        print(f"{path.name}: {'equal' if is_equal else 'differs'}", *lines, sep="\n")
-    return is_equal
+    texts = _rewritten(folder)
+    names = sorted({*texts, *(path.name for path in folder.glob("[0-9]*.txt"))}, key=lambda name: int(name[:2]))
+    chosen = [name for name in names if number in (None, int(name[:2]))]
+    for name in chosen:
+        path = folder / name
+        lines = _difference(path.read_text(encoding="utf-8") if path.exists() else "", texts.get(name, ""))
+        print(f"{name}: {'differs' if lines else 'equal'}", *lines, sep="\n")
+        if lines:
+            return False
+    return bool(chosen)
 
 
-def _rewritten(folder: Path) -> tuple[GraphState, ...]:
-    """Return the graphs after each pass of the step of a dump, which is rewritten by the plan of the dump."""
+def _rewritten(folder: Path) -> dict[str, str]:
+    """Rewrite the step of a dump by the plan of the dump; return the texts of its graphs by file name."""
     with tempfile.TemporaryDirectory() as directory, dumping_to(directory):
-        traced, recipe = load_step(folder)
-        choice = plan_from(traced, recipe)
-        if choice is None:
-            print("The canonical graph is not that of the dump, so that the plan of the dump does not fit it.")
-            return traced.analysis.graph.history
-        return carry_out(traced, choice, recipe["memory_budget"])[0].graph.history
+        device = load_device(folder)
+        with planning_for(lambda _: device):
+            traced, recipe = load_step(folder)
+            choice = plan_from(traced, recipe)
+            if choice is None:
+                print("The step, or the version of tflms_sft, is not that of the dump: only canonicalization runs.")
+                states = traced.analysis.graph.history
+            else:
+                states = carry_out(traced, choice, recipe["memory_budget"])[0].graph.history
+    return {file_name(number, state): graph_text(state.graph) for number, state in enumerate(states)}
 
 
 def _difference(before: str, after: str) -> list[str]:

@@ -14,9 +14,10 @@ from rewriters.canonicalize.canonicalize import CanonicalMode
 from rewriters.emission.tile_pass import loop_nodes
 from rewriters.errors import BudgetError, RewriteError
 from rewriters.ir import tf_internals
-from rewriters.ir.graph import Graph
-from rewriters.ir.graph_pass import run_pass
+from rewriters.ir.graph import BRANCHES, LOOPS, PER_PIXEL, Graph
+from rewriters.ir.graph_pass import record_state, run_pass
 from rewriters.ir.graph_reader import from_concrete_function, is_call
+from rewriters.ir.legality import is_swap
 from rewriters.ir.region_reads import has_known_shape, region_reads
 from rewriters.scheduling.updates_after_reads import RunUpdatesAfterReads
 from rewriters.step_importer import StepImporter
@@ -209,8 +210,11 @@ def carry_out(traced: TracedStep, choice: BudgetPlan, budget: int | None) -> tup
     importer, plan = _emitted(traced, choice, budget)
 
     def peak_bytes(graph: Graph) -> int | None:
-        if any(is_call(node) or node.name.startswith("lms/") for node in graph.nodes.values()):
-            return None
+        """Return the peak of a graph without swaps and called functions, whose loops have facts or are tile loops."""
+        for node in graph.nodes.values():
+            is_open = node.op in LOOPS | BRANCHES and node.loop is None and node.metadata.loop is None
+            if is_open or is_swap(node) or (is_call(node) and PER_PIXEL not in node.attrs):
+                return None
         plans = choice.plans if loop_nodes(graph) else []
         return predicted_peak(traced, plans, limit=None if budget else 0, graph=graph).peak_bytes
 
@@ -228,7 +232,9 @@ def _emitted(traced: TracedStep, choice: BudgetPlan, budget: int | None) -> tupl
     files = None if traced.files is None else traced.files.pool
     if choice.swaps is None:
         if graph.same_size and not plan.changed:  # The original step runs batches that canonicalization excludes.
-            graph = run_pass(RunUpdatesAfterReads(()), from_concrete_function(traced.concrete_fn)).graph
+            original = from_concrete_function(traced.concrete_fn)
+            record_state(original, "traced", "The graph that TensorFlow traced.")
+            graph = run_pass(RunUpdatesAfterReads(()), original).graph
         return StepImporter(graph, traced.concrete_fn, files=files), plan
     swapped = apply_swaps(traced, graph, choice.swaps, choice.plans)
     # With a budget, predict for every state of the allocator, as the search did.

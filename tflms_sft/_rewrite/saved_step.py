@@ -12,6 +12,7 @@ import tensorflow as tf
 from rewriters.canonicalize.canonicalize import CanonicalMode
 from rewriters.estimates.op_cost import MachineRates
 from rewriters.ir import tf_internals
+from rewriters.ir.device_model import Card, DeviceModel
 from tflms_sft._planner.traced_step import TracedStep, analyse_step
 from tflms_sft._rewrite.plan_recipe import Recipe
 from tflms_sft._trace.layer_names import LayerCall, LayerRecord
@@ -29,7 +30,7 @@ import sys
 
 from tflms_sft._rewrite.reproduction import reproduce
 
-reproduce(pathlib.Path(__file__).parent, *map(int, sys.argv[1:2]))
+sys.exit(not reproduce(pathlib.Path(__file__).parent, *map(int, sys.argv[1:2])))
 '''
 
 
@@ -95,6 +96,9 @@ def save_step(directory: Path, traced: TracedStep, recipe: Recipe) -> None:
         "batch": traced.batch,
         "sizes": list(traced.analysis.graph.sizes.items()),
         "rates": dataclasses.asdict(traced.rates),
+        "variable_bytes": list(traced.variables),
+        "devices": list(traced.devices),
+        "device": {**dataclasses.asdict(traced.device), "processor_flags": sorted(traced.device.processor_flags)},
         "recipe": recipe,
     }
     graph_def = concrete_fn.graph.as_graph_def(add_shapes=True)  # Reads of variables have no shape otherwise.
@@ -119,4 +123,14 @@ def load_step(directory: Path) -> tuple[TracedStep, Recipe]:
     calls = [LayerCall(*call) for call in saved["layers"]]
     record = LayerRecord(calls, saved["model_inputs"], {op: calls[n] for op, n in saved["layer_of_op"].items()})
     traced = analyse_step(concrete_fn, record, saved["batch"], CanonicalMode(saved["mode"]), sizes=dict(saved["sizes"]))
-    return dataclasses.replace(traced, rates=MachineRates(**saved["rates"])), saved["recipe"]
+    traced = dataclasses.replace(
+        traced, rates=MachineRates(**saved["rates"]), variables=saved["variable_bytes"], devices=saved["devices"]
+    )
+    return traced, saved["recipe"]
+
+
+def load_device(directory: Path) -> DeviceModel:
+    """Return the device that the step of a directory was rewritten for."""
+    facts = json.loads((directory / INTERFACE).read_text(encoding="utf-8"))["device"]
+    card = facts["card"] and Card(**facts["card"])
+    return DeviceModel(**{**facts, "card": card, "processor_flags": frozenset(facts["processor_flags"])})
