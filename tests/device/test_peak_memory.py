@@ -1,6 +1,7 @@
 """Liveness model: small graphs by hand, and whole steps against a measured run."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -301,7 +302,7 @@ IMAGES = np.random.default_rng(0).normal(size=(2, SIZE, SIZE, 8)).astype("float3
 
 
 def test_predicted_peak_of_original_step_is_near_measured(monkeypatch):
-    monkeypatch.setattr("tflms_sft._rewrite.measure.reset_peak", lambda: None)
+    monkeypatch.setattr("tflms_sft._rewrite.measure.peak_statistics", SimpleNamespace(reset_peak=lambda: None))
     step = step_of(*blocks())
     predicted = tflms_sft.rewrite(step, AutoParams("8GiB"), IMAGES).plan.predicted.peak_bytes
     measured = np.median([tflms_sft.measure(step, IMAGES).peak_bytes for _ in range(3)])
@@ -311,7 +312,7 @@ def test_predicted_peak_of_original_step_is_near_measured(monkeypatch):
 @pytest.mark.parametrize("tiles", [(2, 2), (3, 4)])
 def test_predicted_peak_of_tiled_step_is_near_measured(monkeypatch, plan_with, tiles):
     """Slices, cropped and padded rows are included, fragmentation is not: records hold requested bytes."""
-    monkeypatch.setattr("tflms_sft._rewrite.measure.reset_peak", lambda: None)
+    monkeypatch.setattr("tflms_sft._rewrite.measure.peak_statistics", SimpleNamespace(reset_peak=lambda: None))
     plan_with(maps_pages=True)
     step = step_of(*blocks())
     fast = tflms_sft.rewrite(step, SFTParams(tiles), IMAGES)
