@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
@@ -110,6 +111,17 @@ def test_reproduce_missing_graph_is_a_difference(tiled, capsys):
         extra.unlink()
     assert capsys.readouterr().out.count("99-Extra.txt: differs") == 2
     assert not reproduce(tiled, 98)
+
+
+def test_reproduce_training_and_evaluation(tmp_path):
+    """The optimizer's variables count for the peak of an evaluation, whose step does not read them."""
+    net, images, labels = model(), np.ones((2, 32, 32, 3), "float32"), np.ones((2, 8), "float32")
+    net.compile("adam", "mse", jit_compile=False)
+    with dumping_to(str(tmp_path / "fit")):
+        callback = tflms_sft.SFT((2, 1), verbose=0, batch_shape=images.shape)
+        net.fit(images, labels, verbose=0, validation_data=(images, labels), callbacks=[callback])
+    folders = sorted((tmp_path / "fit").iterdir())
+    assert len(folders) == 2 and all(map(reproduce, folders))
 
 
 def test_dump_that_cannot_be_written_warns(tmp_path):

@@ -46,7 +46,7 @@ def _hash(traced: TracedStep) -> str:
     numbers: dict[Tensor, int] = {}
     functions = {f.signature.name: [node.op for node in f.node_def] for f in traced.analysis.graph.library.function}
     sizes = sorted(traced.analysis.graph.sizes.items())
-    digest = hashlib.sha256(repr((FORMAT, __version__, traced.batch, sizes, traced.variables)).encode())
+    digest = hashlib.sha256(repr((FORMAT, __version__, traced.batch, sizes, list(traced.variables))).encode())
     for node in traced.analysis.order:
         attrs = sorted(
             (key, functions.get(value.func.name) or value.SerializeToString(deterministic=True))
