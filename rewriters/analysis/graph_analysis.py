@@ -14,6 +14,7 @@ from rewriters.analysis.autodiff_roles import (
     forward_derived_nodes,
     hidden_gradients,
     reads_shape_only,
+    update_descendants,
     update_nodes,
 )
 from rewriters.errors import NotTileableError, RewriteError
@@ -195,14 +196,20 @@ class GraphAnalysis:
         return sorted(nodes, key=self.position.__getitem__)
 
     def mark_roles(self) -> None:
-        """Set the roles in the metadata of the ops; what the update alone reads is part of it, as learning rates."""
-        update = update_nodes(self.graph, self.order, self.backward)
+        """Set the roles in the metadata of the ops, in earlier states of the graph too.
+
+        The update includes what it alone reads, such as learning rates, and what depends on it through variables.
+        """
+        update = update_descendants(self.order, update_nodes(self.graph, self.order, self.backward))
         for node in reversed(self.order):
             readers = self.successors[node]
             if node not in self.backward and readers and not node.stateful and all(r in update for r in readers):
                 update.add(node)
             role = "update" if node in update else "backward" if node in self.backward else "forward"
-            node.metadata = dataclasses.replace(node.metadata, role=role)
+            for graph in (self.graph, *(state.graph for state in self.graph.history)):
+                if node.name in graph.nodes:
+                    known = graph.nodes[node.name]
+                    known.metadata = dataclasses.replace(known.metadata, role=role)
 
     def require_backward(self) -> None:
         """Raise `RewriteError` for a function that computes no gradients."""
