@@ -153,7 +153,12 @@ def test_plan_without_swappable_tensors_falls_back_to_tiles(set_rates, monkeypat
     smallest = []
     for may_swap in (True, False):
         with pytest.raises(BudgetError, match="is too small for this step") as caught:
-            tflms_sft.rewrite(step_of(model_of(tileable)), AutoParams("1KiB", swap=may_swap), IMAGES, LABELS[:2])
+            tflms_sft.rewrite(
+                step_of(model_of(tileable)),
+                AutoParams("1KiB", swap=may_swap, max_slowdown=math.inf),
+                IMAGES,
+                LABELS[:2],
+            )
         smallest.append(caught.value.smallest_bytes)
     assert smallest[0] == smallest[1]
 
@@ -321,10 +326,11 @@ def test_slow_plan_notes_time_with_larger_budgets():
         x = layers.Conv2D(8, 3, padding="same", activation="relu")(x)
     step, images = gradient_step(model_of_image(image, x)), np.zeros((1, 24, 24, 3), "float32")
     with pytest.raises(BudgetError) as caught:
-        tflms_sft.rewrite(step, AutoParams("1KiB", swap=False), images)
+        tflms_sft.rewrite(step, AutoParams("1KiB", swap=False, max_slowdown=math.inf), images)
 
     def planned(factor):
-        return tflms_sft.rewrite(step, AutoParams(int(factor * caught.value.smallest_bytes), swap=False), images).plan
+        params = AutoParams(int(factor * caught.value.smallest_bytes), swap=False, max_slowdown=math.inf)
+        return tflms_sft.rewrite(step, params, images).plan
 
     plan = planned(1.01)
     ratios = larger_budgets(plan)
@@ -470,7 +476,7 @@ def test_free_memory_is_below_physical_memory():
 
 def remedy(step, budget, batch, **options):
     with pytest.raises(BudgetError) as caught:
-        tflms_sft.rewrite(step, AutoParams(budget, **options), tf.TensorSpec((batch, 64, 64, 3)))
+        tflms_sft.rewrite(step, AutoParams(budget, max_slowdown=math.inf, **options), tf.TensorSpec((batch, 64, 64, 3)))
     return str(caught.value), caught.value.smallest_bytes
 
 
