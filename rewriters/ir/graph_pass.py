@@ -77,10 +77,10 @@ def _record_pass(graph_pass: GraphPass[Any], before: Graph, after: Graph) -> Non
         after.history = (*before.history, *after.history)
     if len(after.history) == len(before.history):
         record_state(after, graph_pass.name, type(graph_pass).__doc__ or "")
-    found = violations(after, graph_pass.stage) if dump_directory() else []
-    if found:
+    broken_rules = violations(after, graph_pass.stage) if dump_directory() else []
+    if broken_rules:
         last = after.history[-1]
-        purpose = f"{last.purpose} ILLEGAL at stage {graph_pass.stage.name}: {'; '.join(found)}"
+        purpose = f"{last.purpose} ILLEGAL at stage {graph_pass.stage.name}: {'; '.join(broken_rules)}"
         after.history = (*after.history[:-1], last._replace(purpose=purpose))
 
 
@@ -275,9 +275,9 @@ def check_legal(graph: Graph, stage: Stage) -> None:
     Raises:
         PassError: Naming the first violations.
     """
-    found = violations(graph, stage) if FULL_CHECKS else []
-    if found:
-        raise PassError(f"the graph is illegal at stage {stage.name}: {'; '.join(found[:3])}")
+    broken_rules = violations(graph, stage) if FULL_CHECKS else []
+    if broken_rules:
+        raise PassError(f"the graph is illegal at stage {stage.name}: {'; '.join(broken_rules[:3])}")
 
 
 def check_interface(before: Graph, after: Graph, same_shapes: bool = True) -> None:

@@ -104,8 +104,8 @@ def run_per_pixel(op: str, device: DeviceModel, features: Any, *others: Any) -> 
         return [tf.reshape(getattr(tf.raw_ops, op)(logits=matrix), shape)]
     labels, *number = others
     if number:
-        found = tf.raw_ops.InTopKV2(predictions=matrix, targets=tf.reshape(labels, [-1]), k=number[0])
-        return [tf.reshape(found, shape[:-1])]
+        is_among_best = tf.raw_ops.InTopKV2(predictions=matrix, targets=tf.reshape(labels, [-1]), k=number[0])
+        return [tf.reshape(is_among_best, shape[:-1])]
     if labels.dtype == tf.int32 and device.is_gpu:
         labels = tf.cast(labels, tf.int64)  # The kernel that reshapes int32 reads host memory.
     flat = tf.reshape(labels, [-1] if op.startswith("Sparse") else [-1, classes])

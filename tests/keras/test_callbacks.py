@@ -451,7 +451,7 @@ def test_fit_two_inputs_of_unknown_sizes_equals_original():
         return model
 
     random = np.random.default_rng(0)
-    images = random.normal(size=(4, 24, 20, 3)), random.normal(size=(4, 10, 12, 3))
+    images = random.normal(size=(4, 24, 20, 3)), random.normal(size=(4, 20, 22, 3))
     shapes = tuple((None, None, None, 3) for _ in images)
     signature = tuple(tf.TensorSpec(s, tf.float64) for s in shapes), tf.TensorSpec((None, 2), tf.float64)
 

@@ -223,6 +223,8 @@ class StepPlanner:
         aim = self.request.aim(again=self.replanner.is_corrected(step))
         with collector_paused(), told_if_slow(f"tflms-sft: {aim} ...", self.say) as stopwatch:
             analysed, importer, plan = self._plan(traced, record, stopwatch)
+        if not self.request.has_budget:  # Nothing is planned again.
+            self._trace = self._analysis = None
         if len(self.sizes.steps) > 1 and shape is not None:
             plan = amend_plan(plan, f"for batches of {step.sizes.text()}; each size has its own plan")
         if step.plan is None:
@@ -237,9 +239,9 @@ class StepPlanner:
         return importer, specs
 
     def _traced(self, method: Callable[[Any], Any], specs: Any) -> tuple[Any, LayerRecord]:
-        """Trace a step for `specs`. Under a budget, remember the trace for the next plan, unless the step changes."""
+        """Trace a step for `specs`, or return its latest trace if the step is planned again."""
         step = self.sizes.current
-        key = (step, step.num_traces, *tf.nest.flatten(specs)) if self.request.has_budget else object()
+        key = (step, step.num_traces, *tf.nest.flatten(specs))
         if self._trace is None or self._trace[0] != key:
             with told_if_slow("tflms-sft: tracing the step ...", self.say):
                 self._trace = (key, *trace_keras_step(method, specs, self.sizes.unknown_sizes))

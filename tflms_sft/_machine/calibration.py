@@ -69,26 +69,29 @@ class Calibration:
         self._rates: dict[Path, MachineRates] = {}
 
     def machine_rates(self, tell: Callable[[str], None] | None = None) -> MachineRates:
-        """Return the rates of the planned device, as the function of that name."""
-        card = planned_device().card
-        if card is not None:
-            return card_rates(card)
+        """Return the rates of the planned device; measure those of this machine if there are none.
+
+        Args:
+            tell: Printer of a line before the measurement.
+
+        Raises:
+            ValueError: If the environment names a file without rates.
+        """
         path = rates_path()
         if path is None:
-            return _nominal()
+            return _rates_without_file()
         if path not in self._rates:
             self._rates[path] = _stored(path, os.environ.get(VARIABLE, "")) or self._measure(path, tell)
         return self._rates[path]
 
     def stored_rates(self) -> MachineRates:
-        """Return the rates of the planned device without measuring, as the function of that name."""
-        card = planned_device().card
-        if card is not None:
-            return card_rates(card)
+        """Return the rates of the planned device without measuring: stored rates, otherwise nominal rates.
+
+        For times that are printed and decide nothing.
+        """
         path = rates_path()
-        if path is None:
-            return _nominal()
-        return self._rates.get(path) or _stored(path, os.environ.get(VARIABLE, ""), accept_busy=True) or _nominal()
+        stored = path and (self._rates.get(path) or _stored(path, os.environ.get(VARIABLE, ""), accept_busy=True))
+        return stored or _rates_without_file()
 
     def _measure(self, path: Path, tell: Callable[[str], None] | None) -> MachineRates:
         """Measure the rates, and store them for later processes."""
@@ -99,7 +102,7 @@ class Calibration:
         try:
             rates = rates or self._measure_here()
         except (tf.errors.OpError, MemoryError):  # Not enough memory for a measurement.
-            return _nominal()
+            return _rates_without_file()
         busy = others.busy_fraction()
         if busy > MAX_BUSY_FRACTION and tell is not None:
             tell(
@@ -111,36 +114,18 @@ class Calibration:
         return rates
 
 
-def machine_rates(tell: Callable[[str], None] | None = None) -> MachineRates:
-    """Return the rates of the planned device; measure those of this machine if there are none.
-
-    Args:
-        tell: Printer of a line before the measurement.
-
-    Raises:
-        ValueError: If the environment names a file without rates.
-    """
-    return _CALIBRATION.machine_rates(tell)
-
-
-def stored_rates() -> MachineRates:
-    """Return the rates of the planned device without measuring: stored rates, otherwise nominal rates.
-
-    For times that are printed and decide nothing.
-    """
-    return _CALIBRATION.stored_rates()
-
-
-def _nominal() -> MachineRates:
-    """Return rates without a measurement: those of a small CPU, on a GPU those of the card that is nearest to it."""
-    capability = planned_device().compute_capability
-    return card_rates(nearest_card(capability)) if capability else NOMINAL
+def _rates_without_file() -> MachineRates:
+    """Return rates without a measurement: those of a card, on a GPU those of the nearest card, or of a small CPU."""
+    device = planned_device()
+    if device.card is not None:
+        return card_rates(device.card)
+    return card_rates(nearest_card(device.compute_capability)) if device.compute_capability else NOMINAL
 
 
 def rates_path() -> Path | None:
-    """Return the file of the rates; `None` for nominal rates."""
+    """Return the file of the rates; `None` for nominal rates, and for those of a planned card."""
     named = os.environ.get(VARIABLE, "")
-    if named == "nominal":
+    if named == "nominal" or planned_device().card is not None:
         return None
     return Path(named) if named else cache_directory() / f"rates-{_key()}.json"
 
@@ -265,6 +250,7 @@ def _measure_for_parent(path: str, intra_op_threads: str, inter_op_threads: str)
 
 
 _CALIBRATION = Calibration(measure_in_child)
+machine_rates, stored_rates = _CALIBRATION.machine_rates, _CALIBRATION.stored_rates
 
 if __name__ == "__main__":
     _measure_for_parent(*sys.argv[1:])

@@ -28,12 +28,11 @@ from rewriters.tiling.ft_segments import SkippedOps
 from tflms_sft._params import device_names
 from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._planner import swap_planner
-from tflms_sft._planner.plan_description import peak_names, prediction, reasons
+from tflms_sft._planner.plan_description import described_segments, peak_names, prediction, reasons
 from tflms_sft._planner.traced_step import TracedStep, analyse_step, predict
 from tflms_sft._report.pipeline_plan import PlannedPipeline, PlannedStage
 from tflms_sft._report.plan import Plan
 from tflms_sft._report.plan_records import PlannedSwap, Prediction
-from tflms_sft._report.segment_report import describe_segment, shares
 from tflms_sft._trace.layer_names import captured, display_names
 
 if TYPE_CHECKING:
@@ -224,17 +223,13 @@ def plan_of(planned: Planned) -> Plan:
     fixed = max(stage_bytes.weights + stage_bytes.beside for stage_bytes in held)
     ratio = simulation.seconds / whole.seconds
     after = Prediction(max(pipeline.peak_bytes), fixed, ratio, (), seconds=simulation.seconds)
-    plans = planned.inside.plans
-    *parts, outside = shares(traced.costs, plans, traced.seconds)
     layer_names = display_names(traced.analysis.graph, traced.record)
+    segments, outside = described_segments(traced, planned.inside.plans, layer_names)
     plan = Plan(
         changed=True,
         batch=whole.batch,
         batch_is_fixed=whole.batch_is_fixed,
-        segments=tuple(
-            describe_segment(traced.costs, traced.loop_memory, tiled, share=share, names=layer_names)
-            for tiled, share in zip(plans, parts, strict=True)
-        ),
+        segments=segments,
         rest_waiting_bytes=outside.waiting_bytes,
         rest_time_share=outside.time_share,
         left_alone=reasons(traced, planned.inside.left),

@@ -31,8 +31,8 @@ from tflms_sft._report.peak_report import (
     transient_memory,
 )
 from tflms_sft._report.plan import Plan
-from tflms_sft._report.plan_records import Prediction
-from tflms_sft._report.segment_report import describe_segment, shares
+from tflms_sft._report.plan_records import PlannedSegment, Prediction
+from tflms_sft._report.segment_report import Share, describe_segment, shares
 from tflms_sft._report.summary import MAX_LARGEST
 from tflms_sft._report.summary import transient_memory as transient_texts
 from tflms_sft._trace.layer_names import display_names, part_name
@@ -70,15 +70,12 @@ def emit_and_describe(
         seen = tile_skeleton(analysis, plans, traced.files) if budget else graph
         peak = predicted_peak(traced, plans, limit=limit, graph=seen)
         predicted = prediction(traced, plans, seen, names, (peak, time_ratio(traced, plans)))
-    *parts, outside = shares(traced.costs, plans, traced.seconds)
+    segments, outside = described_segments(traced, plans, names)
     plan = Plan(
         changed=bool(plans),
         batch=traced.batch,
         batch_is_fixed=traced.batch_is_fixed,
-        segments=tuple(
-            describe_segment(traced.costs, traced.loop_memory, plan, share=share, names=names)
-            for plan, share in zip(plans, parts, strict=True)
-        ),
+        segments=segments,
         rest_waiting_bytes=outside.waiting_bytes,
         rest_time_share=outside.time_share,
         left_alone=reasons(traced, left),
@@ -89,6 +86,18 @@ def emit_and_describe(
         notes=(*_loop_note(traced, plain.peak), *_notes(traced)),
     )
     return graph, plan
+
+
+def described_segments(
+    traced: TracedStep, plans: Sequence[SegmentPlan], names: Mapping[Tensor, str]
+) -> tuple[tuple[PlannedSegment, ...], Share]:
+    """Return the segments of a step as a plan reports them, and the share of all other ops."""
+    *parts, outside = shares(traced.costs, plans, traced.seconds)
+    pairs = zip(plans, parts, strict=True)
+    described = (
+        describe_segment(traced.costs, traced.loop_memory, plan, share=share, names=names) for plan, share in pairs
+    )
+    return tuple(described), outside
 
 
 def _loop_note(traced: TracedStep, peak: Peak) -> tuple[str, ...]:

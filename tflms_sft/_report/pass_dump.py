@@ -99,14 +99,14 @@ class _Changes:
         old, new = before.nodes, after.nodes
         self.added = [node for name, node in new.items() if name not in old]
         self.removed = [node for name, node in old.items() if name not in new]
-        kept = [(old[name], node) for name, node in new.items() if name in old]
+        common = [(old[name], node) for name, node in new.items() if name in old]
         waits = [
             ({before.name for before in node.control_inputs}, {before.name for before in other.control_inputs})
-            for other, node in kept
+            for other, node in common
         ]
         self.new_edges = sum(len(now - earlier) for now, earlier in waits)
         self.old_edges = sum(len(earlier - now) for now, earlier in waits)
-        self.changed = [(other, node) for other, node in kept if op_line(other) != op_line(node)]
+        self.changed = [(other, node) for other, node in common if op_line(other) != op_line(node)]
 
     def counts(self) -> str:
         """Return the columns of the table."""
