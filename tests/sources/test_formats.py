@@ -12,8 +12,7 @@ import nibabel
 import numpy as np
 import pytest
 import tensorflow as tf
-import zarr
-from image_files import WRITERS, reader, write_group, write_images, write_tiff, write_zarr
+from image_files import WRITERS, reader, write_group, write_images, write_tiff, write_zarr, zarr
 
 import tflms_sft
 from tflms_sft._sources import formats
@@ -180,8 +179,8 @@ def test_array_of_a_group_that_changes(tmp_path, options):
     write_group(path, image)
     image_reader = tflms_sft.ImageReader("zarr", SHAPE, **options)
     whole(image_reader, str(path))
-    del zarr.open_group(str(path))["0"]
-    zarr.open_group(str(path)).create_array("0", shape=SHAPE, chunks=SHAPE, dtype="uint8")[...] = image + 1
+    del zarr().open_group(str(path))["0"]
+    zarr().open_group(str(path)).create_array("0", shape=SHAPE, chunks=SHAPE, dtype="uint8")[...] = image + 1
     with pytest.raises(tflms_sft.ImageReadError, match="has changed since it was opened. Call `close`"):
         whole(image_reader, str(path))
     np.testing.assert_array_equal(whole(image_reader, str(path)), image + 1)
@@ -246,13 +245,13 @@ def test_hdf5_file_with_several_datasets(tmp_path):
     [
         (("jpeg", SHAPE), "Unknown `source`. Received: 'jpeg'. Expected one of"),
         ((3, SHAPE), "`source` must be a format or a function"),
-        (("zarr", (5,)), "`shape` must have at least two sizes"),
-        (("zarr", (5, 0)), "`shape` must have at least two sizes, each a positive integer or None"),
-        (("zarr", (None, 0, 3)), r"`shape` must have at least two sizes.*Received: shape=\(None, 0, 3\)"),
-        (("zarr", (5, 2.5)), r"`shape` must have at least two sizes.*Received: shape=\(5, 2.5\)"),
-        (("zarr", 64), "`shape` must have at least two sizes.*Received: shape=64"),
-        (("zarr", SHAPE, "uint9"), "`dtype` must be one of .*Received: dtype='uint9'"),
-        (("zarr", SHAPE, "mixed_float16"), "`dtype` must be one of"),
+        (("numpy", (5,)), "`shape` must have at least two sizes"),
+        (("numpy", (5, 0)), "`shape` must have at least two sizes, each a positive integer or None"),
+        (("numpy", (None, 0, 3)), r"`shape` must have at least two sizes.*Received: shape=\(None, 0, 3\)"),
+        (("numpy", (5, 2.5)), r"`shape` must have at least two sizes.*Received: shape=\(5, 2.5\)"),
+        (("numpy", 64), "`shape` must have at least two sizes.*Received: shape=64"),
+        (("numpy", SHAPE, "uint9"), "`dtype` must be one of .*Received: dtype='uint9'"),
+        (("numpy", SHAPE, "mixed_float16"), "`dtype` must be one of"),
     ],
 )
 def test_invalid_arguments(arguments, message):

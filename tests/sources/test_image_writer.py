@@ -6,8 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-import zarr
-from image_files import L, reader, write_images
+from image_files import L, reader, write_images, zarr
 
 import tflms_sft
 from tflms_sft._sources import image_writer
@@ -48,7 +47,7 @@ def predictor(model, target, head=lambda x: x, **options):
 
 
 def opened(target, path):
-    return zarr.open_array(path)[...] if target == "zarr" else np.load(path)
+    return zarr().open_array(path)[...] if target == "zarr" else np.load(path)
 
 
 @pytest.mark.parametrize("target", ["zarr", "numpy"])
@@ -80,8 +79,8 @@ def test_classes_are_written_in_tiles_of_a_batch(tmp_path, written):
     writing.predict([tf.constant(x), tf.constant(y)], batch_size=4, verbose=0, callbacks=[callback])
     assert callback.predict_plan.segments and len(written) > 1
     for path, values in zip(y, expected, strict=True):
-        np.testing.assert_array_equal(zarr.open_array(path)[...], values)
-        assert zarr.open_array(path).dtype == np.uint8
+        np.testing.assert_array_equal(zarr().open_array(path)[...], values)
+        assert zarr().open_array(path).dtype == np.uint8
 
 
 def test_plain_prediction_writes_whole_images(tmp_path, written):
@@ -107,7 +106,7 @@ def test_file_that_exists(tmp_path):
         predictor(model, "zarr").predict(arguments, verbose=0, callbacks=[callback])
     assert (tmp_path / "result").read_text() == "a result"
     predictor(model, "zarr", overwrite=True).predict(arguments, verbose=0)
-    assert zarr.open_array(tmp_path / "result").shape == (*SHAPE[:2], 2)
+    assert zarr().open_array(tmp_path / "result").shape == (*SHAPE[:2], 2)
 
 
 @pytest.mark.parametrize("zarr_format", [None, 2, 3])
@@ -116,23 +115,23 @@ def test_folder_that_is_no_array_is_kept(tmp_path, zarr_format):
     folder = tmp_path / "precious"
     folder.mkdir()
     if zarr_format:
-        zarr.create_group(folder, zarr_format=zarr_format).create_array("a", shape=(2,), dtype="int8")[:] = 7
+        zarr().create_group(folder, zarr_format=zarr_format).create_array("a", shape=(2,), dtype="int8")[:] = 7
     else:
         (folder / "zarr.json").write_text("[1, ")
     writer = tflms_sft.ImageWriter("zarr", overwrite=True)
     with pytest.raises(tflms_sft.ImageWriteError, match="precious`: it is a folder, but no zarr array. Write"):
         writer(tf.zeros([1, 8, 8, 2]), tf.constant([str(folder)]))
     if zarr_format:
-        assert list(zarr.open_array(folder / "a")) == [7, 7]
+        assert list(zarr().open_array(folder / "a")) == [7, 7]
     else:
         assert (folder / "zarr.json").read_text() == "[1, "
 
 
 @pytest.mark.parametrize("zarr_format", [2, 3])
 def test_array_is_overwritten(tmp_path, zarr_format):
-    zarr.create_array(tmp_path / "a", shape=(2,), dtype="int8", zarr_format=zarr_format)
+    zarr().create_array(tmp_path / "a", shape=(2,), dtype="int8", zarr_format=zarr_format)
     tflms_sft.ImageWriter("zarr", overwrite=True)(tf.zeros([1, 8, 8, 2]), tf.constant([str(tmp_path / "a")]))
-    assert zarr.open_array(tmp_path / "a").shape == (8, 8, 2)
+    assert zarr().open_array(tmp_path / "a").shape == (8, 8, 2)
 
 
 def test_images_of_a_batch_with_one_path(tmp_path):

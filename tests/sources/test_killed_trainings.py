@@ -9,7 +9,7 @@ import signal
 import killed_training
 import numpy as np
 import pytest
-import zarr
+from image_files import zarr
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def prepared(folder):
     (folder / "spill").mkdir(parents=True)
     pixels = np.random.default_rng(0).integers(0, 256, killed_training.SHAPE).astype("uint8")
     for name, values in (("image", pixels), ("mask", pixels[..., 0] % 3)):
-        array = zarr.create_array(
+        array = zarr().create_array(
             str(folder / f"{name}.zarr"),
             shape=values.shape,
             chunks=(128, 128, *values.shape[2:]),

@@ -4,9 +4,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-import zarr
 from equivalence import TOLERANCE
-from image_files import L, note_regions, write_images
+from image_files import L, note_regions, write_images, zarr
 
 import tflms_sft
 from tflms_sft._sources.open_shapes import UnknownSizes
@@ -120,7 +119,7 @@ def test_predictions_of_several_shapes_are_written(files, tmp_path):
         numbers = predictor.predict(arguments, batch_size=1, verbose=0, callbacks=callbacks)
         assert list(numbers) == [scores.size for scores in expected]
         for path, scores in zip(targets, expected, strict=True):
-            assert_equal(zarr.open_array(path)[...], scores)
+            assert_equal(zarr().open_array(path)[...], scores)
     assert tiles.predict_plan.segments
 
 

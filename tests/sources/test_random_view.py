@@ -181,4 +181,4 @@ def test_views_of_indices_and_saved_readers(tmp_path):
 )
 def test_invalid_views(arguments, message):
     with pytest.raises(ValueError, match=message):
-        tflms_sft.ImageReader("zarr", SHAPE, view=tflms_sft.RandomView(**arguments))
+        tflms_sft.ImageReader("numpy", SHAPE, view=tflms_sft.RandomView(**arguments))
