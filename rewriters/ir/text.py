@@ -79,9 +79,9 @@ def graph_text(graph: Graph, *, inline_constants: bool = True, bodies: bool = Tr
     return "\n".join(_lines(graph, "graph", inline_constants, bodies, {}, ())) + "\n"
 
 
-def op_line(node: Node) -> str:
-    """Return the line of one op, with the names of all operands and without metadata."""
-    return _line(node, {}, with_metadata=False)
+def op_line(node: Node, *, with_edges: bool = True) -> str:
+    """Return the line of one op, with the names of all operands and without metadata; control inputs on request."""
+    return _line(node, {}, with_edges=with_edges, with_metadata=False)
 
 
 def _lines(
@@ -186,14 +186,14 @@ def _number_text(value: np.ndarray, dtype: tf.DType) -> str:
     return str(text)
 
 
-def _line(node: Node, literals: dict[Node, str], *, with_metadata: bool = True) -> str:
+def _line(node: Node, literals: dict[Node, str], *, with_edges: bool = True, with_metadata: bool = True) -> str:
     results = [f"{dtype.name}{shape_text(shape)}" for dtype, shape in node.outputs]
     result = results[0] if len(results) == 1 else f"({', '.join(results)})"
     left = f"{node.name} = {result} " if results else f"{node.name} = "
     parts = [f"{left}{node.op}({', '.join(_operands(node.inputs, literals))})"]
     attrs = ", ".join(f"{key}={text}" for key, text in _attributes(node))
     parts += [f"{{{attrs}}}"] if attrs else []
-    parts += [f"after [{_names(node.control_inputs)}]"] if node.control_inputs else []
+    parts += [f"after [{_names(node.control_inputs)}]"] if node.control_inputs and with_edges else []
     parts += [f"on {node.device}"] if node.device else []
     metadata = str(node.metadata) if with_metadata else ""
     return " ".join(parts) + (f"{METADATA_MARK}{metadata}" if metadata else "")

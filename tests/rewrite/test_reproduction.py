@@ -74,6 +74,12 @@ def test_dump_summary_counts_and_explains_the_changes(tiled):
     number, added, removed = map(int, row.groups())
     assert number == int(before[1]) + added - removed and min(added, removed) > 10
     assert "insert_tile_loops: Replace the ops of planned segments by tile loops.\n  added: " in summary
+    assert "  ~ gradient_tape/pow/sub (Sub): waits for sub\n" in summary
+    assert (
+        "  segment1/backward4 runs 2 ops in each of 2x1 tiles\n"
+        "    each tile reads its part of gradient_tape/functional_1/conv2d_1/ReluGrad float32[2,32,32,4], "
+        "images float32[2,32,32,3]\n"
+    ) in re.sub(r"(functional|conv2d|normalization)_\d+", r"\1_1", summary)
 
 
 def test_reproduce_same_code_gives_equal_graphs(tiled, capsys):

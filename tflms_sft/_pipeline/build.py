@@ -92,7 +92,7 @@ def _planned(traces: BatchTraces, chosen: RewriteRequest, params: PipelineParams
     """Return the pipeline and its plan."""
     planned, notes = _built(traces, chosen, params)
     plan = amend_plan(plan_of(planned), *notes)
-    write_dump(planned.built.graph, plan)
+    write_dump(planned.built.graph, plan, planned.inside.plans)
     return planned, plan
 
 

@@ -12,11 +12,14 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from rewriters.ir.graph import Graph, GraphState, Node
+from rewriters.emission.loop_tensors import loop_operand
+from rewriters.emission.tile_pass import SegmentPlan
+from rewriters.ir.graph import Graph, GraphState, Node, Tensor
 from rewriters.ir.graph_pass import dump_directory
-from rewriters.ir.text import graph_text, op_line
+from rewriters.ir.text import graph_text, op_line, shape_text
 from tflms_sft._report.plan import Plan
 from tflms_sft._util.byte_sizes import format_bytes
+from tflms_sft._util.text import shortened
 
 SUMMARY = "summary.txt"
 
@@ -26,20 +29,29 @@ MAX_TYPES = 6
 MAX_EXAMPLES = 4
 """Patterns of new, removed and changed ops, each, of which the summary shows an example."""
 
+MAX_NAMES = 6
+"""Names in a list of the summary."""
+
 _LEGEND = """\
 Columns: ops, with constants, which the files show in the place of operands; ops that the pass added and removed; ops
 with other operands, types or devices; control edges added and removed between ops that stay; predicted peak. The lines
 below show one example of each pattern, with the number of such ops. A grid such as 2x4x1 has 2 groups of images, 4
-groups of rows and 1 of columns. Scopes: sft/ for tile loops, lms/ for swaps, micro_0/ for a micro-batch, pipeline/ for
-the slots of a schedule."""
+groups of rows and 1 of columns. Scopes: sft/ for tile loops, which are listed at the end, lms/ for swaps, micro_0/ for
+a micro-batch, pipeline/ for the slots of a schedule."""
 
 
-def write_dump(graph: Graph, plan: Plan, peak_bytes: Callable[[Graph], int | None] | None = None) -> Path | None:
+def write_dump(
+    graph: Graph,
+    plan: Plan,
+    segments: Sequence[SegmentPlan] = (),
+    peak_bytes: Callable[[Graph], int | None] | None = None,
+) -> Path | None:
     """Write the history of a rewritten graph to a new folder; return the folder, `None` if no dump is requested.
 
     Args:
         graph: The rewritten graph.
         plan: Its plan.
+        segments: Segments that run in tile loops.
         peak_bytes: Predicts the peak of a graph of the history; `None` for a graph that it has no model for.
     """
     states, directory = graph.history, dump_directory()
@@ -51,7 +63,7 @@ def write_dump(graph: Graph, plan: Plan, peak_bytes: Callable[[Graph], int | Non
         folder = _new_folder(Path(directory))
         for number, state in enumerate(states):
             (folder / file_name(number, state)).write_text(graph_text(state.graph), encoding="utf-8")
-        text = "\n".join((plan.summary(), "", *_summary(states, peaks), ""))
+        text = "\n".join((plan.summary(), "", *_summary(states, peaks), *_tile_loops(segments), ""))
         (folder / SUMMARY).write_text(text, encoding="utf-8")
     except OSError as error:  # The step itself is rewritten.
         warnings.warn(f"tflms-sft: the passes cannot be written to {directory!r}: {error}", stacklevel=2)
@@ -92,6 +104,34 @@ def _summary(states: Sequence[GraphState], peaks: Sequence[int | None]) -> Itera
         yield from change.examples()
 
 
+def _tile_loops(segments: Sequence[SegmentPlan]) -> Iterator[str]:
+    """Yield what each tile loop runs, reads and returns."""
+    if segments:
+        yield from ("", "Tile loops, in the order of each segment:")
+    for planned in segments:
+        for loop in planned.loops:
+            recomputed = len({*loop.body} - {*loop.replaces})
+            again = f", of which {recomputed} have run before" if recomputed else ""
+            yield f"  {planned.segment.name}/{loop.name} runs {len(loop.body)} ops in each of {loop.grid} tiles{again}"
+            whole = {*loop.invariants}
+            for what, tensors in (
+                ("reads its part of", [tensor for tensor in loop.reads if tensor not in whole]),
+                ("reads all of", loop.invariants),
+                ("receives rows from the tile before of", loop.carries),
+                ("writes its part of", loop.writes),
+                ("adds to a part of", loop.accumulates),
+                ("adds to all of", loop.reductions),
+            ):
+                if tensors:
+                    yield f"    each tile {what} {_named(map(loop_operand, tensors))}"
+
+
+def _named(tensors: Iterable[Tensor]) -> str:
+    """Return names and types of tensors, cut short."""
+    texts = [f"{tensor.name.removesuffix(':0')} {tensor.dtype.name}{shape_text(tensor.shape)}" for tensor in tensors]
+    return shortened(texts, MAX_NAMES)
+
+
 class _Changes:
     """Differences between the graphs before and after a pass."""
 
@@ -124,10 +164,21 @@ class _Changes:
             *_patterns(self.changed),
         ):
             number = f"  x{count}" if count > 1 else ""
+            if old and new and op_line(old, with_edges=False) == op_line(new, with_edges=False):
+                yield f"  ~ {new.name} ({new.op}): {_edge_changes(old, new)}{number}"
+                continue
             if old is not None:
                 yield f"  - {op_line(old)}{'' if new else number}"
             if new is not None:
                 yield f"  + {op_line(new)}{number}"
+
+
+def _edge_changes(old: Node, new: Node) -> str:
+    """Return the control inputs that an op has gained and lost."""
+    before, after = ({other.name for other in node.control_inputs} for node in (old, new))
+    texts = [f"waits for {shortened(sorted(after - before), MAX_NAMES)}"] if after - before else []
+    texts += [f"no longer waits for {shortened(sorted(before - after), MAX_NAMES)}"] if before - after else []
+    return ", ".join(texts)
 
 
 def _patterns(

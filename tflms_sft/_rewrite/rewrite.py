@@ -218,7 +218,7 @@ def carry_out(traced: TracedStep, choice: BudgetPlan, budget: int | None) -> tup
         plans = choice.plans if loop_nodes(graph) else []
         return predicted_peak(traced, plans, limit=None if budget else 0, graph=graph).peak_bytes
 
-    folder = write_dump(importer.graph, plan, peak_bytes)
+    folder = write_dump(importer.graph, plan, choice.plans, peak_bytes)
     if folder is not None:
         save_step(folder, traced, recipe_of(traced, choice, budget))
     return importer, plan
