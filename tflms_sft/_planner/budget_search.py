@@ -578,7 +578,7 @@ def _remedy(traced: TracedStep, params: AutoParams, search: TileSearch, smallest
         peak = LeastMemory(traced, search, dataclasses.replace(params, swap=True)).smallest().peak
         with_swaps = _smallest_budget(traced, params, peak)
         if with_swaps <= MAX_HELPFUL_FRACTION * smallest:
-            return f"{larger}, or allow swaps: with `swap=True` it needs {format_bytes(with_swaps)}."
+            larger += f", or allow swaps: `swap=True` needs {enough_bytes(with_swaps)}"
     if fixed >= budget:
         return f"{larger}: weights and optimizer slots alone are {format_bytes(fixed)}."
     fraction = (budget - fixed) / max(smallest - fixed, 1)
