@@ -24,11 +24,12 @@ class Stopwatch:
 
     Attributes:
         seconds: The duration; 0 until the block has ended.
+        slow_seconds: The duration above which the block is slow.
     """
 
     def __init__(self, slow_seconds: float = SLOW_SECONDS) -> None:
         self.seconds = 0.0
-        self._slow_seconds = slow_seconds
+        self.slow_seconds = slow_seconds
         self._start = time.monotonic()
         self._best: float | None = None
 
@@ -38,7 +39,7 @@ class Stopwatch:
 
     def text(self) -> str:
         """Return a text such as `"planned in 12 s"`; empty for a fast block."""
-        return f"planned in {self.seconds:.0f} s" if self.seconds > self._slow_seconds else ""
+        return f"planned in {self.seconds:.0f} s" if self.seconds > self.slow_seconds else ""
 
     def state(self) -> str:
         """Return a text such as `"12 s, best plan so far 1.21x the time"`."""
@@ -72,7 +73,7 @@ def told_if_slow(
     watch, done, thread = Stopwatch(slow_seconds), threading.Event(), None
     if say is not None:
         pause = pause_seconds or (UPDATE_SECONDS if stream.isatty() else SPARSE_SECONDS)
-        thread = threading.Thread(target=_tell, args=(text, say, stream, watch, done, slow_seconds, pause), daemon=True)
+        thread = threading.Thread(target=_tell, args=(text, say, stream, watch, done, pause), daemon=True)
         thread.start()
     try:
         yield watch
@@ -84,16 +85,10 @@ def told_if_slow(
 
 
 def _tell(
-    text: str,
-    say: Callable[[str], None],
-    stream: TextIO,
-    watch: Stopwatch,
-    done: threading.Event,
-    slow_seconds: float,
-    pause: float,
+    text: str, say: Callable[[str], None], stream: TextIO, watch: Stopwatch, done: threading.Event, pause: float
 ) -> None:
-    """Print progress until `done` is set; nothing if that happens within `slow_seconds`."""
-    if done.wait(slow_seconds):
+    """Print progress until `done` is set; nothing if the block is fast."""
+    if done.wait(watch.slow_seconds):
         return
     if not stream.isatty():
         say(text)
