@@ -50,6 +50,12 @@ _REMEDY = (
 class WorkerWatch:
     """Polls the workers in a thread while the program is connected to any.
 
+    Args:
+        workers: Returns the addresses of the workers that the program is connected to.
+        poll_seconds: Time from an answer to the next poll.
+        answer_seconds: Time limit of an answer.
+        descriptors: Returns the open connections; `None` where the system does not list them.
+
     Attributes:
         silent: Workers that do not answer, with reasons.
         lost: Workers whose loss made a step fail, with reasons. They stay lost, because their weights are lost.
@@ -62,14 +68,6 @@ class WorkerWatch:
         answer_seconds: float = ANSWER_SECONDS,
         descriptors: Callable[[], object] = open_descriptors,
     ) -> None:
-        """Watch workers.
-
-        Args:
-            workers: Returns the addresses of the workers that the program is connected to.
-            poll_seconds: Time from an answer to the next poll.
-            answer_seconds: Time limit of an answer.
-            descriptors: Returns the open connections; `None` where the system does not list them.
-        """
         self.workers = workers
         self._descriptors = descriptors
         self._poll_seconds, self._answer_seconds = poll_seconds, answer_seconds
@@ -153,21 +151,13 @@ def workers_watched() -> Iterator[None]:
 
 
 def refuse_lost() -> None:
-    """Refuse further steps after the loss of a worker, because TensorFlow would block on it.
-
-    Raises:
-        WorkerError: If a worker was lost.
-    """
+    """Refuse further steps after the loss of a worker, because TensorFlow would block on it."""
     if WATCH.lost:
         raise lost_error(WATCH.workers(), WATCH.lost)
 
 
 def check_workers() -> None:
-    """Check that all workers answer.
-
-    Raises:
-        WorkerError: If a worker does not answer.
-    """
+    """Refuse to go on if a worker does not answer."""
     addresses = WATCH.workers()
     reasons = WATCH.missing(addresses)
     if reasons:
