@@ -37,10 +37,7 @@ the slots of a schedule."""
 def write_dump(graph: Graph, plan: Plan, peak_bytes: Callable[[Graph], int | None] | None = None) -> Path | None:
     """Write the history of a rewritten graph to a new folder; return the folder, `None` if no dump is requested.
 
-    Args:
-        graph: The rewritten graph.
-        plan: Its plan.
-        peak_bytes: Predicts the peak of a graph of the history; `None` for a graph that it has no model for.
+    `peak_bytes` predicts the peak of a graph of the history, and returns `None` for a graph that it has no model for.
     """
     states, directory = graph.history, dump_directory()
     if not directory:
