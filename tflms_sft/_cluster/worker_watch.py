@@ -52,25 +52,14 @@ class WorkerWatch:
 
     Args:
         workers: Returns the addresses of the workers that the program is connected to.
-        poll_seconds: Time from an answer to the next poll.
-        answer_seconds: Time limit of an answer.
-        descriptors: Returns the open connections; `None` where the system does not list them.
 
     Attributes:
         silent: Workers that do not answer, with reasons.
         lost: Workers whose loss made a step fail, with reasons. They stay lost, because their weights are lost.
     """
 
-    def __init__(
-        self,
-        workers: Callable[[], Mapping[str, str]] = tf_internals.workers,
-        poll_seconds: float = POLL_SECONDS,
-        answer_seconds: float = ANSWER_SECONDS,
-        descriptors: Callable[[], object] = open_descriptors,
-    ) -> None:
+    def __init__(self, workers: Callable[[], Mapping[str, str]] = tf_internals.workers) -> None:
         self.workers = workers
-        self._descriptors = descriptors
-        self._poll_seconds, self._answer_seconds = poll_seconds, answer_seconds
         self.silent: Mapping[str, str] = {}
         self.lost: Mapping[str, str] = {}
         self._thread: threading.Thread | None = None
@@ -86,7 +75,7 @@ class WorkerWatch:
         missed: dict[str, int] = {}
         while True:
             if not missed or self.silent:
-                time.sleep(_PAUSE_SECONDS if self.silent else self._poll_seconds)
+                time.sleep(_PAUSE_SECONDS if self.silent else POLL_SECONDS)
             addresses = self.workers()
             if not addresses:
                 self._thread = None
@@ -110,13 +99,13 @@ class WorkerWatch:
 
     def missing(self, addresses: Mapping[str, str]) -> dict[str, str]:
         """Return the workers that do not answer, with reasons."""
-        return missing(addresses, self._answer_seconds)
+        return missing(addresses, ANSWER_SECONDS)
 
     def _break(self, addresses: Mapping[str, str]) -> None:
         for name in self.silent:
             if name in addresses:
                 break_connections(addresses[name])
-                if self._descriptors() is None and name not in self._announced:
+                if open_descriptors() is None and name not in self._announced:
                     self._announced.add(name)
                     print(_NO_DESCRIPTORS.format(name), file=sys.stderr, flush=True)
 
