@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from tflms_sft._report import summary
 from tflms_sft._report.memory_chart import draw, memory_at_peak, percentage
 from tflms_sft._report.op_names import short_op_names
-from tflms_sft._report.pipeline_plan import PlannedPipeline
+from tflms_sft._report.pipeline_plan import PlannedPipeline, sent_forward
 from tflms_sft._report.plan_records import Measurement, PlanRecord
 from tflms_sft._report.schedule_chart import time_unit
 from tflms_sft._util.byte_sizes import format_bytes
@@ -103,11 +103,6 @@ def _pipeline_page(
     """Return the HTML page of a pipeline."""
     headings, rows = pipeline.stage_rows()
     peaks = [(name, format_bytes(size)) for name, size in zip(pipeline.devices, pipeline.peak_bytes, strict=True)]
-    transfers = [
-        (name, f"{sender} -> {receiver}", format_bytes(size))
-        for name, sender, receiver, size in pipeline.crossing
-        if sender < receiver
-    ]
     unit, unit_seconds = time_unit(pipeline.seconds)
     cards = [
         ("largest predicted peak", format_bytes(max(pipeline.peak_bytes)), "of a device", False),
@@ -125,7 +120,7 @@ def _pipeline_page(
         "<h2>Peaks</h2>",
         _table(("device", "predicted peak"), peaks, (1,)),
         "<h2>Sent forward</h2>",
-        _table(("tensor", "stages", "size for one micro-batch"), transfers, (2,), names=(0,)),
+        _table(("tensor", "stages", "size for one micro-batch"), sent_forward(pipeline), (2,), names=(0,)),
         *_section("Results of the step", [f"{name}: {combination}" for name, combination in pipeline.results]),
         *_inside_stages(plan),
         *_section("Notes", plan.notes),
