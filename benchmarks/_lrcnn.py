@@ -18,8 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import _child, _nets, _profile
-from tflms_sft._util import bisection
+from benchmarks import _bisection, _child, _nets, _profile
 
 if TYPE_CHECKING:
     import tflms_sft
@@ -191,7 +190,7 @@ def predict(
         emit({"size": images if vary == "batch" else side, "fits": fitting[number] is not None})
         return fitting[number] is not None
 
-    number = bisection.largest(fits, 16, 0.02)
+    number = _bisection.largest(fits, 16, 0.02)
     best = fitting[number] if number else None
     side, images = at(number)
     return {

@@ -27,8 +27,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import _arguments, _child, _nets, _results
-from tflms_sft._util import bisection
+from benchmarks import _arguments, _bisection, _child, _nets, _results
 
 MIB = 2**20
 SAMPLE_SECONDS = 0.01
@@ -72,8 +71,8 @@ def predict(
             emit({"batch": batch, "peak_bytes": peaks[batch]})
         return peaks[batch]
 
-    guess = bisection.extrapolated(peak, memory, 2, 8)
-    batch = bisection.largest(lambda batch: peak(batch) <= memory, guess)
+    guess = _bisection.extrapolated(peak, memory, 2, 8)
+    batch = _bisection.largest(lambda batch: peak(batch) <= memory, guess)
     return {"batch": batch, "peak_bytes": peak(max(batch, 1))}
 
 
@@ -193,7 +192,7 @@ def examine(options: argparse.Namespace, variant: str) -> dict[str, Any]:
         figures["tried"], figures["above"] = trial(predicted), trial(math.ceil(1.1 * predicted))
     if options.search == "measured":
         # Memory varies with the order in which ops run, so that a precision below 2 % has no meaning.
-        figures["measured"] = bisection.largest(lambda batch: trial(batch)["fits"], max(predicted, 1), 0.02)
+        figures["measured"] = _bisection.largest(lambda batch: trial(batch)["fits"], max(predicted, 1), 0.02)
     return {**figures, "trials": list(trials.values())}
 
 

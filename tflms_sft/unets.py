@@ -99,10 +99,8 @@ class Architecture(ImageSizes):
         """Rows of the result of the smallest image."""
         return self.smallest - 2 * self.epsilon
 
-    @property
-    def scale(self) -> Fraction:
-        """Rows of the image per row of the result: 1, because the network goes back up to its first level."""
-        return Fraction(1)
+    scale = Fraction(1)
+    """Rows of the image per row of the result: 1, because the network goes back up to its first level."""
 
     @property
     def printed_bound(self) -> int:

@@ -26,9 +26,9 @@ def one_worker(monkeypatch):
         yield address
 
 
-def watch(monkeypatch, *arguments):
+def watch(monkeypatch, workers):
     """Watch workers as in a new process."""
-    monkeypatch.setattr(worker_watch, "WATCH", worker_watch.WorkerWatch(*arguments))
+    monkeypatch.setattr(worker_watch, "WATCH", worker_watch.WorkerWatch(workers))
     return worker_watch.WATCH
 
 
@@ -74,9 +74,11 @@ def test_step_after_lost_worker_is_refused(one_worker):
 
 def test_connections_to_silent_worker_are_shut_down(monkeypatch):
     """The pending call ends; connections to other workers stay open."""
+    monkeypatch.setattr(worker_watch, "POLL_SECONDS", 0.1)
+    monkeypatch.setattr(worker_watch, "ANSWER_SECONDS", 0.2)
     with listener() as silent, listener(SETTINGS) as good:
         asked = {"/job:worker/task:0": good, "/job:worker/task:1": silent}
-        guard = watch(monkeypatch, lambda: asked, 0.1, 0.2)
+        guard = watch(monkeypatch, lambda: asked)
         ours = [socket.create_connection(split_address(address), timeout=10) for address in (silent, good)]
         with worker_watch.workers_watched():
             assert ours[0].recv(1) == b"", "it ends"
@@ -111,11 +113,13 @@ def test_break_connections_leaves_no_descriptor_open():
         assert ours.recv(1) == b"", "it ends"
 
 
-def test_silent_worker_is_announced_once_where_connections_cannot_be_ended(capsys):
-    guard = worker_watch.WorkerWatch(descriptors=lambda: None)
+def test_silent_worker_is_announced_once_where_connections_cannot_be_ended(capsys, monkeypatch):
+    guard = worker_watch.WorkerWatch()
     guard.silent = {"/job:worker/task:1": "no answer within 5 s"}
-    for _ in range(2):
-        guard._break({"/job:worker/task:1": free()})
+    with monkeypatch.context() as patched:
+        patched.setattr(worker_watch, "open_descriptors", lambda: None)
+        for _ in range(2):
+            guard._break({"/job:worker/task:1": free()})
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(
         "tflms-sft: /job:worker/task:1 does not answer, and this system does not list the connections"
@@ -126,7 +130,8 @@ def test_silent_worker_is_announced_once_where_connections_cannot_be_ended(capsy
     assert capsys.readouterr().err == ""
 
 
-def test_worker_watch_survives_error_and_restarts(capsys):
+def test_worker_watch_survives_error_and_restarts(capsys, monkeypatch):
+    monkeypatch.setattr(worker_watch, "POLL_SECONDS", 0.01)
     asked, done = [], threading.Event()
 
     class Failing(worker_watch.WorkerWatch):
@@ -136,16 +141,17 @@ def test_worker_watch_survives_error_and_restarts(capsys):
             raise ValueError("no such thing")
 
     workers = {"/job:worker/task:0": free()}
-    guard = Failing(lambda: workers, 0.01)
+    guard = Failing(lambda: workers)
     guard.begin()
     assert done.wait(10)
     workers = {}
     assert "polling the workers failed: ValueError('no such thing')" in capsys.readouterr().err
 
 
-def test_watch_that_ended_begins_again():
+def test_watch_that_ended_begins_again(monkeypatch):
+    monkeypatch.setattr(worker_watch, "POLL_SECONDS", 0.01)
     watched = threading.Semaphore(0)
-    guard = worker_watch.WorkerWatch(lambda: watched.release() or {}, 0.01)
+    guard = worker_watch.WorkerWatch(lambda: watched.release() or {})
     for _ in range(2):
         guard.begin()
         assert watched.acquire(timeout=10)

@@ -181,10 +181,7 @@ def test_imports_are_installed_requirements():
     assert roots - standard <= allowed | formats
     homes = {"tflms_sft/_sources/formats.py", "tflms_sft/_sources/image_writer.py"}
     assert all(files_that_import(name) <= homes for name in formats)
-    assert files_that_import("matplotlib") == {
-        "tflms_sft/_report/memory_chart.py",
-        "tflms_sft/_report/schedule_chart.py",
-    }
+    assert files_that_import("matplotlib") == {"tflms_sft/_report/schedule_chart.py"}
 
 
 def test_code_names_no_network():

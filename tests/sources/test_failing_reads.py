@@ -150,7 +150,7 @@ def test_next_region_is_read_ahead_and_taken():
     image = pixels(0, 8, 8, 1)
     reads, size = reads_of(image), np.array([1, 4, 8, 1])
     first = reads(KEYS, np.array([0, 0, 0, 0]), size, np.array([0, 4, 0, 0]), size)
-    (ahead,) = reads.ahead.values()
+    ((_, ahead),) = reads.ahead.values()
     np.testing.assert_array_equal(first[0], image[:4])
     np.testing.assert_array_equal(ahead.result()[0], image[4:])
     second = reads(KEYS, np.array([0, 4, 0, 0]), size, np.array([0, 0, 0, 0]), 0 * size)

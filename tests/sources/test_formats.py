@@ -354,7 +354,7 @@ def test_headers_of_numpy_files_are_parsed_one_by_one(tmp_path, monkeypatch):
 
     monkeypatch.setattr(np, "load", slow)
     with futures.ThreadPoolExecutor(4) as pool:
-        sources = list(pool.map(lambda _: formats.open_numpy(str(path), None, 0, False), range(4)))
+        sources = list(pool.map(lambda _: formats.open_numpy(str(path)), range(4)))
     assert overlaps == [False] * 4 and {source.shape for source in sources} == {(4, 4, 3)}
 
 

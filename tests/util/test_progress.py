@@ -14,12 +14,18 @@ from tflms_sft._util import progress
 from tflms_sft._util.progress import told_if_slow
 
 
-def test_slow_block_prints_once_and_is_timed():
+@pytest.fixture
+def soon(monkeypatch):
+    """Make blocks slow after a hundredth of a second."""
+    monkeypatch.setattr(progress, "SLOW_SECONDS", 0.01)
+
+
+def test_slow_block_prints_once_and_is_timed(soon):
     said = []
-    with told_if_slow("thinking", said.append, slow_seconds=0.05) as watch:
+    with told_if_slow("thinking", said.append) as watch:
         time.sleep(0.3)
     assert said == ["thinking"] and watch.seconds >= 0.3 and watch.text() == "planned in 0 s"
-    with told_if_slow("nobody listens", None, slow_seconds=0.05) as watch:
+    with told_if_slow("nobody listens", None) as watch:
         time.sleep(0.1)
     assert said == ["thinking"] and watch.text()
 
@@ -38,8 +44,7 @@ def test_fast_or_failed_block_prints_nothing(error):
 
 
 @pytest.mark.parametrize("verbose", [0, 1])
-def test_slow_search_prints_before_plan(verbose, monkeypatch, capsys):
-    monkeypatch.setattr(progress, "SLOW_SECONDS", 0.01)
+def test_slow_search_prints_before_plan(verbose, soon, capsys):
     callback = tflms_sft.MemoryBudget(BUDGET, verbose=verbose)
     net().fit(X[:4], Y[:4], batch_size=4, callbacks=[callback], **SETTINGS)
     lines = capsys.readouterr().out.splitlines()
@@ -55,9 +60,10 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_terminal_has_one_line_with_time_and_best_plan():
+def test_terminal_has_one_line_with_time_and_best_plan(soon, monkeypatch):
+    monkeypatch.setattr(progress, "UPDATE_SECONDS", 0.05)
     stream, said = Terminal(), []
-    with told_if_slow("planning ...", said.append, stream, 0.01, 0.05) as watch:
+    with told_if_slow("planning ...", said.append, stream) as watch:
         time.sleep(0.1)
         watch.found(1.504)
         watch.found(1.213)
@@ -67,9 +73,10 @@ def test_terminal_has_one_line_with_time_and_best_plan():
     assert (first, last) == ("planning ... 0 s", "planning ... 0 s, best plan so far 1.21x the time\n") and not said
 
 
-def test_other_output_has_sparse_lines():
+def test_other_output_has_sparse_lines(soon, monkeypatch):
+    monkeypatch.setattr(progress, "SPARSE_SECONDS", 0.1)
     said = []
-    with told_if_slow("planning ...", said.append, io.StringIO(), 0.01, 0.1) as watch:
+    with told_if_slow("planning ...", said.append, io.StringIO()) as watch:
         watch.found(0.9)
         time.sleep(0.6)
     assert said == ["planning ...", *["planning ... 0 s, best plan so far 1.00x the time"] * 2]

@@ -20,11 +20,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rewriters.errors import RewriteError
-from tflms_sft._cli.exit_status import NOT_MET, OK, Outcome, Progress, table
+from tflms_sft._cli.exit_status import NOT_MET, OK, Outcome, Progress
 from tflms_sft._cli.kernel_check import KernelReport, check_kernels
 from tflms_sft._util import requirements
 from tflms_sft._util.byte_sizes import format_bytes
 from tflms_sft._util.open_files import open_file_limits
+from tflms_sft._util.text import aligned
 from tflms_sft._version import PYTHON_RELEASES, __version__
 
 __all__: list[str] = []
@@ -45,13 +46,7 @@ _CPU_FLAGS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile"
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Result of one check.
-
-    Attributes:
-        status: `"ok"`, `"note"` for a possible problem, `"FAILED"` for a missing requirement.
-        name: Subject of the check.
-        text: Result of the check.
-    """
+    """Result of one check, with the status `ok`, `note` for a possible problem, or `FAILED`."""
 
     status: str
     name: str
@@ -78,19 +73,17 @@ def execute(options: argparse.Namespace) -> Outcome:
         progress.say("running a small step ...")
         for name, trial in (("tiles", _try_tiles), ("swaps", lambda: _try_swaps(options.spill_dir))):
             lines.extend(_guarded(f"small step, {name}", trial))
-    report: KernelReport | None = None
+    reports: list[KernelReport] = []
     if is_supported and options.kernels:
         progress.say("checking GPU kernels ...")
-        reports: list[KernelReport] = []
         lines.extend(_guarded("GPU kernels", lambda: _kernels(reports)))
-        report = next(iter(reports), None)
     failed = sum(line.status == FAILED for line in lines)
     verdict = f"{failed} of {len(lines)} FAILED" if failed else "all requirements are met"
     if not is_supported:
         verdict += "; other checks need supported versions of TensorFlow and Keras, and TensorFlow as its backend"
-    text = table([[line.status, line.name, line.text] for line in lines])
+    text = "\n".join(aligned([[line.status, line.name, line.text] for line in lines]))
     data = {"command": "doctor", "ok": not failed, "lines": [dataclasses.asdict(line) for line in lines]}
-    if report is not None:
+    for report in reports:
         text, data["kernels"] = f"{text}\n\n{report.text()}\n", report.data()
     return Outcome(f"{text}\n{verdict}", data, NOT_MET if failed else OK)
 
@@ -141,12 +134,12 @@ def _version(package: str) -> Finding:
 
 def _machine() -> Iterator[Finding]:
     from rewriters.ir.device_detection import proc_fields
+    from tflms_sft._machine.cpu_load import num_cores
 
     info = proc_fields("/proc/cpuinfo")
     flags = set(info.get("flags", info.get("Features", "")).split())
     extensions = [flag for flag in _CPU_FLAGS if flag in flags]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    parts = (info.get("model name", platform.machine()), f"{cores} core(s)", " ".join(extensions))
+    parts = (info.get("model name", platform.machine()), f"{num_cores()} core(s)", " ".join(extensions))
     yield Finding(FINE, "CPU", ", ".join(part for part in parts if part))
     memory = proc_fields("/proc/meminfo")
     if "MemTotal" in memory and "MemAvailable" in memory:

@@ -49,11 +49,7 @@ class Outcome:
 
 
 class Progress:
-    """Prints progress lines on stderr.
-
-    Args:
-        quiet: Whether to print nothing.
-    """
+    """Prints progress lines on stderr, unless it is quiet."""
 
     def __init__(self, quiet: bool = False) -> None:
         self._quiet = quiet
@@ -72,9 +68,3 @@ class Progress:
         seconds = time.monotonic() - began
         if seconds > MIN_REPORTED_SECONDS:
             self.say(f"{activity} took {seconds:.0f} s")
-
-
-def table(rows: list[list[str]]) -> str:
-    """Return rows as aligned columns, without trailing spaces."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

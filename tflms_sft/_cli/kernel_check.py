@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tflms_sft._cli.exit_status import table
+from tflms_sft._util.text import aligned
 
 __all__: list[str] = []
 
@@ -37,7 +37,7 @@ class KernelReport:
 
     def text(self) -> str:
         """Return the table."""
-        return table([TITLE, *map(list, self.rows)])
+        return "\n".join(aligned([TITLE, *self.rows]))
 
     def data(self) -> list[dict[str, str]]:
         """Return the table for programs."""

@@ -28,10 +28,7 @@ _MAX_ERROR_CHARACTERS = 2000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command.
-
-    Args:
-        arguments: Defaults to those of the process.
+    """Run a command, by default that of the process.
 
     Returns:
         The exit code: 0 ok, 1 no such plan or a failed check, 2 wrong arguments, 130 Ctrl-C. `run` returns the exit

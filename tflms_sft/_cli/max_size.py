@@ -16,10 +16,11 @@ from typing import Any, Protocol
 
 from rewriters.errors import BudgetError
 from tflms_sft._cli import model_loading, step_options
-from tflms_sft._cli.exit_status import NOT_MET, OK, Outcome, Progress, UsageError, table
+from tflms_sft._cli.exit_status import NOT_MET, OK, Outcome, Progress, UsageError
 from tflms_sft._cli.stop_signals import Stop, stoppable
 from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._util.byte_sizes import format_bytes
+from tflms_sft._util.text import aligned
 
 __all__: list[str] = []
 
@@ -376,7 +377,7 @@ def _text(options: argparse.Namespace, search: SizeSearch, stop: Stop, results: 
         f"Model {assumed.model!r}: {assumed.num_weights:,} weights, {assumed.optimizer}, {assumed.loss}",
         f"Largest {thing} within {format_bytes(params.memory_budget)} with a headroom of {params.headroom:.0%}; "
         f"predicted on {assumed.device}, {precision}{multiples}",
-        table(rows),
+        *aligned(rows),
     ]
     if results["rewritten"].how:
         lines.append(f"rewritten: {results['rewritten'].how}")

@@ -20,12 +20,7 @@ __all__: list[str] = []
 
 
 def load(name: str, arguments: Mapping[str, Any], imports: Sequence[str] = ()) -> Any:
-    """Return the model that a command line names.
-
-    Args:
-        name: A file, or `package.module:function`, or `path/to/file.py:function`.
-        arguments: Keyword arguments of the function.
-        imports: Modules to import first.
+    """Return the model of a file, of `package.module:function` or of `path/to/file.py:function`.
 
     Raises:
         UsageError: If the file or function does not exist, or yields no Keras model.
@@ -126,31 +121,29 @@ def _build(name: str, function: Any, arguments: Mapping[str, Any]) -> Any:
 
 
 def resized(model: Any, shape: Sequence[int]) -> Any:
-    """Return a clone of a model for images of another size, with new weights, and compiled like the model.
+    """Return a clone of a model for images of another shape, with new weights, and compiled like the model.
 
-    Args:
-        model: A compiled functional or sequential model with one input of fixed size.
-        shape: Shape of one image.
+    The model is a compiled functional or sequential one with one input of fixed size.
 
     Raises:
         UsageError: If its layers cannot be built for that size, or only with weights of other shapes.
     """
     image = keras.Input(tuple(shape), dtype=model.inputs[0].dtype, name=model.inputs[0].name)
-    subject = f"Model {model.name!r} takes images of {_shape(model.inputs[0].shape[1:])}"
+    subject = f"Model {model.name!r} takes images of {shape_text(model.inputs[0].shape[1:])}"
     try:
         clone = keras.models.clone_model(model, input_tensors=image, clone_function=_clone_for_any_size)
     except Exception as error:
         raise UsageError(
-            f"{subject}. Its layers cannot be built for {_shape(shape)}: {type(error).__name__}: {error}. Build the "
-            "model with free sizes, `keras.Input((None, None, channels))`, or ask for sizes that its strides divide, "
-            "such as multiples of 32."
+            f"{subject}. Its layers cannot be built for {shape_text(shape)}: {type(error).__name__}: {error}. Build "
+            "the model with free sizes, `keras.Input((None, None, channels))`, or ask for sizes that its strides "
+            "divide, such as multiples of 32."
         ) from error
     for old, new in zip(model.weights, clone.weights, strict=True):
         if old.shape != new.shape:
             raise UsageError(
-                f"{subject}. For {_shape(shape)} the weight {old.path!r} would be {_shape(new.shape)} instead of "
-                f"{_shape(old.shape)}, which makes another network. Replace `Flatten` before a dense layer by global "
-                "pooling."
+                f"{subject}. For {shape_text(shape)} the weight {old.path!r} would be {shape_text(new.shape)} instead "
+                f"of {shape_text(old.shape)}, which makes another network. Replace `Flatten` before a dense layer by "
+                "global pooling."
             )
     compile_as(clone, model)
     return clone
@@ -184,5 +177,6 @@ def spatial_axes(rank: int) -> tuple[int, ...]:
     return tuple(range(1, rank)) if first else tuple(range(rank - 1))
 
 
-def _shape(shape: Sequence[int | None]) -> str:
-    return "x".join("?" if size is None else str(size) for size in shape) or "one number"
+def shape_text(shape: Sequence[int | None]) -> str:
+    """Return a shape as text, such as `?x64x64x3`."""
+    return "x".join("?" if size is None else str(size) for size in shape) or "scalar"

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
+import math
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -73,45 +75,41 @@ def card_name(text: str) -> str:
 
 def whole(text: str) -> int:
     """Return a positive integer."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer of at least 1. Received: {text!r}")
-    return int(text)
+    return _integer(text, 1)
 
 
 def task(text: str) -> int:
     """Return an integer that is not negative."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected an integer of at least 0. Received: {text!r}")
+    return _integer(text, 0)
+
+
+def _integer(text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"expected an integer of at least {least}. Received: {text!r}")
     return int(text)
 
 
 def fraction(text: str) -> float:
     """Return a number from 0 to below 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"expected a fraction from 0 to below 1. Received: {text!r}")
-    return value
+    return _number(text, 0.0, 1.0, "a fraction from 0 to below 1")
 
 
 def at_least_one(text: str) -> float:
     """Return a number of at least 1."""
-    return _number(text, 1.0, "a number of at least 1")
+    return _number(text, 1.0, math.inf, "a number of at least 1")
 
 
 def seconds(text: str) -> float:
     """Return a number of seconds above 0."""
-    return _number(text, 1e-3, "a number of seconds above 0")
+    return _number(text, 1e-3, math.inf, "a number of seconds above 0")
 
 
-def _number(text: str, least: float, expected: str) -> float:
+def _number(text: str, least: float, end: float, expected: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        value = -1.0
-    if not least <= value < float("inf"):
+        value = math.nan
+    if not least <= value < end:
         raise argparse.ArgumentTypeError(f"expected {expected}. Received: {text!r}")
     return value
 
@@ -189,15 +187,12 @@ class _Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=_formatter, **options)
+        formatter = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=28, width=_WIDTH)
+        super().__init__(allow_abbrev=False, formatter_class=formatter, **options)
         self.commands: Mapping[str, _Parser] = {}
         self.forms = self.example = ""
         # No option begins like a number, so such an argument is a value, and its own check refuses it.
         self._negative_number_matcher = re.compile(r"-\.?\d")
-
-
-def _formatter(prog: str) -> argparse.HelpFormatter:
-    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=28, width=_WIDTH)
 
 
 def _filled(text: str) -> str:
@@ -276,11 +271,7 @@ def _add_max_input(commands: Any) -> None:
     _add_model(parser)
     _add_input_shape(parser, "only for models without declared channels: any image, such as 64,64,3")
     parser.add_argument("--batch", type=whole, metavar="N", help="examples of a step; default: 1, or the model's own")
-    _add_budget(parser, required=True)
-    _add_planning(parser)
-    _add_device_model(parser)
-    _add_candidates(parser, "sizes", 32)
-    _add_common(parser)
+    _add_search(parser, "sizes", 32)
 
 
 def _add_max_batch(commands: Any) -> None:
@@ -294,11 +285,7 @@ def _add_max_batch(commands: Any) -> None:
     )
     _add_model(parser)
     _add_input_shape(parser)
-    _add_budget(parser, required=True)
-    _add_planning(parser)
-    _add_device_model(parser)
-    _add_candidates(parser, "batch sizes", 1)
-    _add_common(parser)
+    _add_search(parser, "batch sizes", 1)
 
 
 def _add_run(commands: Any) -> None:
@@ -426,8 +413,11 @@ def _add_device_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device-model", type=card_name, metavar="CARD", help=text)
 
 
-def _add_candidates(parser: argparse.ArgumentParser, candidates: str, multiple: int) -> None:
-    """Add the options of a search over sizes."""
+def _add_search(parser: argparse.ArgumentParser, candidates: str, multiple: int) -> None:
+    """Add the options of a command that searches over sizes."""
+    _add_budget(parser, required=True)
+    _add_planning(parser)
+    _add_device_model(parser)
     add = parser.add_argument
     text = f"try multiples of N as {candidates}; default: %(default)s"
     add("--multiple-of", type=whole, default=multiple, metavar="N", help=text)
@@ -440,6 +430,7 @@ def _add_candidates(parser: argparse.ArgumentParser, candidates: str, multiple: 
     add("--within", type=fraction, default=0.1, metavar="FRACTION", help=text)
     text = f"stop after this time, and print the largest of the {candidates} found until then; default: no limit"
     add("--time-limit", type=seconds, metavar="SECONDS", help=text)
+    _add_common(parser)
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
@@ -447,6 +438,12 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help=text)
     parser.add_argument("--quiet", action="store_true", help="print neither progress nor notices on stderr")
     parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
+
+
+def budget_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of `AutoParams` and `MemoryBudget` that a command line gives, without the budget itself."""
+    given = {"headroom": options.headroom, "max_slowdown": options.max_slowdown}
+    return {"swap": not options.no_swap, **{name: value for name, value in given.items() if value is not None}}
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -19,11 +19,12 @@ import json
 import os
 import runpy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType, TracebackType
 from typing import Any
 
 from tflms_sft._cli.exit_status import INTERRUPTED, NOT_MET, OK, WRONG_ARGUMENTS
+from tflms_sft._cli.parser import budget_options
 
 __all__: list[str] = []
 
@@ -34,25 +35,12 @@ _BINARY_SUFFIXES = (".pyc", ".pyz", ".zip")
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Run a script.
-
-    Args:
-        options: `script`, `module`, `arguments`; `budget`, `headroom`, `max_slowdown`, `no_swap`; `report`, `quiet`.
-
-    Returns:
-        The exit code of the script; 2 for a script or report file that cannot be used.
-    """
+    """Run a script, and return its exit code; 2 for a script or report file that cannot be used."""
     problem = _problem(options)
     if problem:
         print(f"{_PREFIX} error: {problem}", file=sys.stderr)
         return WRONG_ARGUMENTS
-    budget = Budget(
-        options.budget,
-        headroom=options.headroom,
-        max_slowdown=options.max_slowdown,
-        swap=not options.no_swap,
-        verbose=not options.quiet,
-    )
+    budget = Budget(options.budget, verbose=int(not options.quiet), **budget_options(options))
     with budget.in_force(), _arguments(options):
         code = _run(options)
     if options.report:
@@ -74,26 +62,16 @@ def _problem(options: argparse.Namespace) -> str:
 
 
 class Budget:
-    """Adds a `MemoryBudget` callback to every `fit` of a Keras model.
+    """Adds a `MemoryBudget` callback, with given arguments, to every `fit` of a Keras model.
 
     Attributes:
         callbacks: The added callbacks, in the order of the `fit` calls.
         num_skipped: Number of `fit` calls that had a callback of tflms_sft already.
     """
 
-    def __init__(
-        self,
-        memory_budget: Any,
-        *,
-        headroom: float | None,
-        max_slowdown: float | None = None,
-        swap: bool,
-        verbose: bool,
-    ) -> None:
+    def __init__(self, memory_budget: Any, **options: Any) -> None:
         self._budget = memory_budget
-        self._options: dict[str, Any] = {"swap": swap, "verbose": int(verbose)}
-        given = {"headroom": headroom, "max_slowdown": max_slowdown}
-        self._options.update({name: value for name, value in given.items() if value is not None})
+        self._options = options
         self.callbacks: list[Any] = []
         self.num_skipped = 0
         self._replaced: tuple[Any, Any] | None = None
@@ -105,7 +83,7 @@ class Budget:
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
         """Replace `keras.Model.fit`, now or when Keras is imported, and restore it at the end."""
-        finder = _WhenImported("keras", self._patch)
+        finder = _WhenKerasImported(self._patch)
         if "keras" in sys.modules:
             self._patch(sys.modules["keras"])
         else:
@@ -168,41 +146,30 @@ class Budget:
             container.callbacks.remove(budget)
 
 
-class _WhenImported(importlib.abc.MetaPathFinder):
-    """Import hook that calls a function after a module has been imported."""
+class _WhenKerasImported(importlib.abc.MetaPathFinder):
+    """Import hook that calls a function with Keras when it has been imported."""
 
-    def __init__(self, name: str, callback: Any) -> None:
-        self._name = name
+    def __init__(self, callback: Callable[[ModuleType], None]) -> None:
         self._callback = callback
 
     def find_spec(  # noqa: D102
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != self._name:
+        if name != "keras":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is None or spec.loader is None:
             return None
-        spec.loader = _CallbackLoader(spec.loader, self._callback)
+        loader: Any = spec.loader
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module  # That of its class is in force again.
+            loader.exec_module(module)
+            self._callback(module)
+
+        loader.exec_module = exec_module
         return spec
-
-
-class _CallbackLoader(importlib.abc.Loader):
-    """Wraps a loader and calls a function after it has executed the module."""
-
-    def __init__(self, loader: Any, callback: Any) -> None:
-        self._loader = loader
-        self._callback = callback
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:  # noqa: D102
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:  # noqa: D102
-        assert module.__spec__ is not None
-        module.__spec__.loader = module.__loader__ = self._loader  # Leave no trace of this wrapper in the module.
-        self._loader.exec_module(module)
-        self._callback(module)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,8 @@ from rewriters.ir.device_detection import planned_device
 from rewriters.ir.op_traits import Trait, ops_with
 from tflms_sft._cli import model_loading
 from tflms_sft._cli.exit_status import Progress, UsageError
+from tflms_sft._cli.model_loading import shape_text
+from tflms_sft._cli.parser import budget_options
 from tflms_sft._keras.model_checks import check_model, reason_runs_eagerly
 from tflms_sft._machine.calibration import machine_rates
 from tflms_sft._params.request import parse_request
@@ -65,8 +67,8 @@ class Assumed:
 
     def text(self) -> str:
         """Return a description in two lines."""
-        images = ", ".join(f"{name} {_shown(shape)} {dtype}" for name, shape, dtype in self.inputs)
-        targets = ", ".join(f"{_shown(shape)} {dtype}" for shape, dtype in self.targets)
+        images = ", ".join(f"{name} {shape_text(shape)} {dtype}" for name, shape, dtype in self.inputs)
+        targets = ", ".join(f"{shape_text(shape)} {dtype}" for shape, dtype in self.targets)
         return (
             f"Model {self.model!r}: {self.num_weights:,} weights, {self.optimizer}, {self.loss}\n"
             f"Step traced for {images}; targets {targets}; on {self.device}"
@@ -75,12 +77,7 @@ class Assumed:
 
 @dataclasses.dataclass
 class PlannableStep:
-    """A traced step that can be planned repeatedly.
-
-    Attributes:
-        traced: The traced step.
-        assumed: The signature that it was traced for.
-    """
+    """A traced step that can be planned repeatedly, and the signature that it was traced for."""
 
     traced: TracedStep
     assumed: Assumed
@@ -107,11 +104,6 @@ class PlannableStep:
     def plan(self, params: Any, progress: Progress, advise: bool = True) -> Plan:
         """Return the plan for this machine, whose rates are measured if they are unknown.
 
-        Args:
-            params: Parameters of the rewriting.
-            progress: Printer of progress lines.
-            advise: As for `rewrite_traced`.
-
         Raises:
             RewriteError: If the step cannot be rewritten; `BudgetError` for a budget that no plan meets.
             UsageError: For parameters that do not fit the model.
@@ -135,14 +127,9 @@ class PlannableStep:
 
 
 def budget_params(options: argparse.Namespace) -> AutoParams:
-    """Return the budget of a command line.
-
-    Raises:
-        UsageError: For a budget that cannot be parsed.
-    """
-    given = {name: getattr(options, name) for name in ("headroom", "max_slowdown")}
+    """Return the budget of a command line."""
     try:
-        return AutoParams(options.budget, swap=not options.no_swap, **{k: v for k, v in given.items() if v is not None})
+        return AutoParams(options.budget, **budget_options(options))
     except (TypeError, ValueError) as error:
         raise UsageError(str(error).replace("`memory_budget`", "--budget")) from None
 
@@ -151,9 +138,6 @@ def load(options: argparse.Namespace) -> tuple[Any, str]:
     """Return the compiled model of a command line, and its loss with the reason for it, as text.
 
     Compiles a model that is not compiled, and recompiles a model for another optimizer or loss.
-
-    Args:
-        options: `optimizer` and `loss` may be `None`.
 
     Raises:
         UsageError: If there is no such model, it runs eagerly, or Keras does not know the optimizer or loss.
@@ -201,11 +185,7 @@ def _activation(output: Any) -> str:
 
 
 def of_given_size(model: Any, shapes: Sequence[tuple[str | None, Shape]]) -> Any:
-    """Return the model, rebuilt if it has one input of a fixed size and another size is given.
-
-    Raises:
-        UsageError: If the model cannot be built for that size.
-    """
+    """Return the model, rebuilt if it has one input of a fixed size and another size is given."""
     inputs = list(getattr(model, "inputs", None) or ())
     if len(inputs) != 1 or len(shapes) != 1 or shapes[0][0] not in (None, _name(inputs[0])):
         return model
@@ -219,15 +199,14 @@ def of_given_size(model: Any, shapes: Sequence[tuple[str | None, Shape]]) -> Any
 def input_specs(model: Any, shapes: Sequence[tuple[str | None, Shape]], batch: int | None) -> Any:
     """Return tensor specs of the images in the structure of the model's inputs.
 
-    Args:
-        model: Any model.
-        shapes: Pairs (name of an input, shape of one example); the name may be `None` for a model with one input.
-        batch: Batch size; `None` for that of the model, or 1.
+    The name of a model's only input may be `None` in `shapes`. Without a batch size it is that of the model, or 1.
 
     Raises:
         UsageError: For sizes that are missing or contradict the model.
     """
-    given = _by_name(shapes)
+    given = dict(shapes)
+    if len(given) < len(shapes):
+        raise UsageError("--input-shape must be given once per input. Name the inputs: --input-shape NAME=64,64,3.")
     inputs = list(getattr(model, "inputs", None) or ())
     if not inputs:
         return _undeclared(model, given, batch)
@@ -251,13 +230,6 @@ def _option_text(named: tuple[str | None, Shape]) -> str:
     return (f"{name}=" if name else "") + ",".join(map(str, shape))
 
 
-def _by_name(shapes: Sequence[tuple[str | None, Shape]]) -> Mapping[str | None, Shape]:
-    given = dict(shapes)
-    if len(given) < len(shapes):
-        raise UsageError("--input-shape must be given once per input. Name the inputs: --input-shape NAME=64,64,3.")
-    return given
-
-
 def _undeclared(model: Any, given: Mapping[str | None, Shape], batch: int | None) -> Any:
     """Return the spec for a subclassed model, which declares no inputs."""
     if set(given) != {None}:
@@ -273,24 +245,18 @@ def _input_spec(model: Any, tensor: Any, shape: Shape | None, batch: int | None)
         raise UsageError(f"{subject} has a fixed batch size of {batch_size}. Received: --batch {batch}.")
     if shape is None:
         if None in sizes:
-            raise UsageError(f"{subject} has free sizes: {_shown(sizes)}. Give --input-shape, such as 512,512,3.")
+            raise UsageError(f"{subject} has free sizes: {shape_text(sizes)}. Give --input-shape, such as 512,512,3.")
         shape = tuple(sizes)
     if len(shape) != len(sizes) or any(size not in (None, s) for size, s in zip(sizes, shape, strict=True)):
         raise UsageError(
-            f"{subject} is {_shown(sizes)}. Received: --input-shape {','.join(map(str, shape))}. Give matching sizes, "
-            "or build the model with free sizes, such as keras.Input((None, None, 3))."
+            f"{subject} is {shape_text(sizes)}. Received: --input-shape {','.join(map(str, shape))}. Give matching "
+            "sizes, or build the model with free sizes, such as keras.Input((None, None, 3))."
         )
     return tf.TensorSpec((batch_size or batch or 1, *shape), tensor.dtype)
 
 
 def trace(model: Any, why: str, images: Any, options: argparse.Namespace) -> PlannableStep:
-    """Trace the training step of a model for one batch.
-
-    Args:
-        model: A compiled model.
-        why: Text about the loss that `load` returned.
-        images: Specs that `input_specs` returned.
-        options: `target_shape` and `target_dtype` may be `None`.
+    """Trace the training step of a compiled model for specs of images; `why` is the text of `load` about the loss.
 
     Raises:
         RewriteError: If the step cannot be rewritten, or computes no gradients.
@@ -313,7 +279,7 @@ def trace(model: Any, why: str, images: Any, options: argparse.Namespace) -> Pla
         traced = analyse_step(concrete_fn, record, flat[0].shape[0])
         return PlannableStep(traced, _assumed(model, images, targets, why))
     targets, error = failures[0]
-    shown = ", ".join(f"{_shown(spec.shape)} {spec.dtype.name}" for spec in keras.tree.flatten(targets))
+    shown = ", ".join(f"{shape_text(spec.shape)} {spec.dtype.name}" for spec in keras.tree.flatten(targets))
     raise UsageError(
         f"The training step of model {model.name!r} cannot be traced for {_listed(images)} and targets of {shown}: "
         f"{type(error).__name__}: {str(error)[:700]} - For other targets give --target-shape and --target-dtype, or "
@@ -421,8 +387,4 @@ def _name(tensor: Any) -> str:
 
 
 def _listed(images: Any) -> str:
-    return shortened([f"{_shown(spec.shape)} {spec.dtype.name}" for spec in keras.tree.flatten(images)], 4)
-
-
-def _shown(shape: Sequence[int | None]) -> str:
-    return "x".join("?" if size is None else str(size) for size in shape) or "scalar"
+    return shortened([f"{shape_text(spec.shape)} {spec.dtype.name}" for spec in keras.tree.flatten(images)], 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import signal
 from collections.abc import Iterator
 from types import FrameType
@@ -24,6 +25,7 @@ _HAS_TIMER = hasattr(signal, "SIGALRM")
 """Whether the system has a timer that interrupts a call, unlike Windows."""
 
 
+@dataclasses.dataclass
 class Stop:
     """End of a search: reason and exit code.
 
@@ -32,9 +34,8 @@ class Stop:
         code: Exit code of that signal; `None` for that of the result.
     """
 
-    def __init__(self) -> None:
-        self.reason = ""
-        self.code: int | None = None
+    reason: str = ""
+    code: int | None = None
 
 
 class _StopError(BaseException):

@@ -22,9 +22,6 @@ __all__: list[str] = []
 def execute(options: argparse.Namespace) -> Outcome:
     """Start the server.
 
-    Args:
-        options: `cluster`, `task`, `quiet`.
-
     Raises:
         UsageError: If the cluster cannot be read, or the task is not in it.
         WorkerError: If this machine cannot serve at the address.

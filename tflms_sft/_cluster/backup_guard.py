@@ -19,11 +19,7 @@ _TEMPORARY_PREFIX = "part-of-"
 
 
 class BackupGuard:
-    """Replaces `model.save_weights` during a training on several machines.
-
-    Args:
-        model: The model.
-    """
+    """Replaces `model.save_weights` during a training on several machines."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

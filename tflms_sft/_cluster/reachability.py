@@ -27,15 +27,7 @@ _PAUSE_SECONDS = 0.2
 
 
 def missing(addresses: Mapping[str, str], seconds: float) -> dict[str, str]:
-    """Return the workers that do not answer, with reasons.
-
-    Args:
-        addresses: Addresses of workers by name.
-        seconds: Time limit of each worker.
-
-    Returns:
-        Reasons by name.
-    """
+    """Return the reasons, by name, of the workers that do not answer within a time limit for each."""
     if not addresses:
         return {}
     with concurrent.futures.ThreadPoolExecutor(min(len(addresses), 32)) as pool:

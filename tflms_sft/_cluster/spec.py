@@ -42,9 +42,6 @@ def worker_name(task: int) -> str:
 def read_cluster(cluster: Any) -> Cluster:
     """Parse a cluster in any form that `connect` accepts.
 
-    Args:
-        cluster: One of the forms of `connect`.
-
     Raises:
         TypeError: For another type.
         ValueError: For wrong addresses, or a file that cannot be read.
@@ -71,16 +68,7 @@ def is_loopback(address: str) -> bool:
 
 
 def checked_address(address: object, where: str) -> str:
-    """Return a valid address.
-
-    Args:
-        address: Value to check.
-        where: Name of the value in errors.
-
-    Raises:
-        TypeError: If it is no string.
-        ValueError: If it is no address.
-    """
+    """Return a valid address; errors call it `where`."""
     if not isinstance(address, str):
         raise TypeError(f'{where} must be an address "HOST:PORT". Received: {address!r}.')
     match = _ADDRESS.match(address)

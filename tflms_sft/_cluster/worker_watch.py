@@ -50,29 +50,16 @@ _REMEDY = (
 class WorkerWatch:
     """Polls the workers in a thread while the program is connected to any.
 
+    Args:
+        workers: Returns the addresses of the workers that the program is connected to.
+
     Attributes:
         silent: Workers that do not answer, with reasons.
         lost: Workers whose loss made a step fail, with reasons. They stay lost, because their weights are lost.
     """
 
-    def __init__(
-        self,
-        workers: Callable[[], Mapping[str, str]] = tf_internals.workers,
-        poll_seconds: float = POLL_SECONDS,
-        answer_seconds: float = ANSWER_SECONDS,
-        descriptors: Callable[[], object] = open_descriptors,
-    ) -> None:
-        """Watch workers.
-
-        Args:
-            workers: Returns the addresses of the workers that the program is connected to.
-            poll_seconds: Time from an answer to the next poll.
-            answer_seconds: Time limit of an answer.
-            descriptors: Returns the open connections; `None` where the system does not list them.
-        """
+    def __init__(self, workers: Callable[[], Mapping[str, str]] = tf_internals.workers) -> None:
         self.workers = workers
-        self._descriptors = descriptors
-        self._poll_seconds, self._answer_seconds = poll_seconds, answer_seconds
         self.silent: Mapping[str, str] = {}
         self.lost: Mapping[str, str] = {}
         self._thread: threading.Thread | None = None
@@ -88,7 +75,7 @@ class WorkerWatch:
         missed: dict[str, int] = {}
         while True:
             if not missed or self.silent:
-                time.sleep(_PAUSE_SECONDS if self.silent else self._poll_seconds)
+                time.sleep(_PAUSE_SECONDS if self.silent else POLL_SECONDS)
             addresses = self.workers()
             if not addresses:
                 self._thread = None
@@ -112,13 +99,13 @@ class WorkerWatch:
 
     def missing(self, addresses: Mapping[str, str]) -> dict[str, str]:
         """Return the workers that do not answer, with reasons."""
-        return missing(addresses, self._answer_seconds)
+        return missing(addresses, ANSWER_SECONDS)
 
     def _break(self, addresses: Mapping[str, str]) -> None:
         for name in self.silent:
             if name in addresses:
                 break_connections(addresses[name])
-                if self._descriptors() is None and name not in self._announced:
+                if open_descriptors() is None and name not in self._announced:
                     self._announced.add(name)
                     print(_NO_DESCRIPTORS.format(name), file=sys.stderr, flush=True)
 
@@ -153,21 +140,13 @@ def workers_watched() -> Iterator[None]:
 
 
 def refuse_lost() -> None:
-    """Refuse further steps after the loss of a worker, because TensorFlow would block on it.
-
-    Raises:
-        WorkerError: If a worker was lost.
-    """
+    """Refuse further steps after the loss of a worker, because TensorFlow would block on it."""
     if WATCH.lost:
         raise lost_error(WATCH.workers(), WATCH.lost)
 
 
 def check_workers() -> None:
-    """Check that all workers answer.
-
-    Raises:
-        WorkerError: If a worker does not answer.
-    """
+    """Refuse to go on if a worker does not answer."""
     addresses = WATCH.workers()
     reasons = WATCH.missing(addresses)
     if reasons:

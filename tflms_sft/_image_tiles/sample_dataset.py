@@ -87,14 +87,7 @@ def sample_parallel(model: Any, dataset: Any, parts: Sequence[int], loss_reducti
 
 @dataclasses.dataclass(frozen=True)
 class _BatchTiler:
-    """Cuts batches of images into batches of tiles.
-
-    Attributes:
-        axes: Tiling along each axis.
-        tiles: Tiles along each axis.
-        pixels: Shape of the whole result, without the batch and channels.
-        is_mean: Whether the loss is the mean over pixels, not the sum.
-    """
+    """Cuts batches of images into batches of tiles. `pixels` are the sizes of the whole result along all axes."""
 
     axes: tuple[AxisTiling, ...]
     tiles: tuple[tuple[SampleTile, ...], ...]

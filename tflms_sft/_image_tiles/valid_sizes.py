@@ -6,40 +6,22 @@ rules by which this package cuts tiles (`AxisTiling`).
 
 from __future__ import annotations
 
-from fractions import Fraction
-from typing import Protocol
+from typing import Any
 
 __all__: list[str] = []
 
 
-class _SizeLattice(Protocol):
-    """Parameters of the valid sizes along one axis."""
-
-    @property
-    def smallest(self) -> int:
-        """Rows of the smallest valid image."""
-
-    @property
-    def smallest_result(self) -> int:
-        """Rows of the result of the smallest image."""
-
-    @property
-    def alignment(self) -> int:
-        """Difference between adjacent valid sizes, in rows."""
-
-    @property
-    def scale(self) -> Fraction:
-        """Rows of the image per row of the result."""
-
-    def admits(self, rows: int) -> bool: ...
-
-    def check_rows(self, rows: int, argument: str = "rows") -> None: ...
-
-
 class ImageSizes:
-    """Mixin of methods for valid sizes. Subclasses have the attributes of `_SizeLattice`."""
+    """Mixin of methods for valid sizes along one axis. Subclasses have the attributes.
 
-    def admits(self: _SizeLattice, rows: int) -> bool:
+    Attributes:
+        smallest: Rows of the smallest valid image.
+        smallest_result: Rows of the result of the smallest image.
+        alignment: Difference between adjacent valid sizes, in rows.
+        scale: Rows of the image per row of the result.
+    """
+
+    def admits(self: Any, rows: int) -> bool:
         """Return whether the size of an image or tile is valid, so that no pooling or stride leaves rows over.
 
         Args:
@@ -47,15 +29,18 @@ class ImageSizes:
         """
         return rows >= self.smallest and (rows - self.smallest) % self.alignment == 0
 
-    def nearest(self: _SizeLattice, rows: int) -> tuple[int, ...]:
+    def nearest(self: Any, rows: int) -> tuple[int, ...]:
         """Return the size itself if it is valid, otherwise the adjacent valid sizes.
 
         Args:
             rows: Rows of the image or tile.
         """
-        return _nearest(self, rows)
+        if rows <= self.smallest:
+            return (self.smallest,)
+        below = rows - (rows - self.smallest) % self.alignment
+        return (rows,) if below == rows else (below, below + self.alignment)
 
-    def result_rows(self: _SizeLattice, rows: int) -> int:
+    def result_rows(self: Any, rows: int) -> int:
         """Return the rows of the result of an image or tile; N - 2 ε without strides.
 
         Args:
@@ -67,7 +52,7 @@ class ImageSizes:
         self.check_rows(rows)
         return self.smallest_result + int((rows - self.smallest) / self.scale)
 
-    def check_rows(self: _SizeLattice, rows: int, argument: str = "rows") -> None:
+    def check_rows(self: Any, rows: int, argument: str = "rows") -> None:
         """Check that the size of an image or tile is valid.
 
         Args:
@@ -78,15 +63,8 @@ class ImageSizes:
             ValueError: If the size is not valid, with the nearest valid sizes.
         """
         if not self.admits(rows):
-            nearest = " or ".join(map(str, _nearest(self, rows)))
+            nearest = " or ".join(map(str, self.nearest(rows)))
             raise ValueError(
                 f"`{argument}` must be {self.smallest} plus a multiple of {self.alignment}, so that no layer drops "
                 f"rows. Received: {argument}={rows}. Nearest: {nearest}."
             )
-
-
-def _nearest(lattice: _SizeLattice, rows: int) -> tuple[int, ...]:
-    if rows <= lattice.smallest:
-        return (lattice.smallest,)
-    below = rows - (rows - lattice.smallest) % lattice.alignment
-    return (rows,) if below == rows else (below, below + lattice.alignment)

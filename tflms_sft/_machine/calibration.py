@@ -27,8 +27,8 @@ from rewriters.device.cards import nearest_card
 from rewriters.estimates.op_cost import NOMINAL, MachineRates
 from rewriters.ir.device_detection import planned_device, proc_fields
 from tflms_sft._machine.card_rates import card_rates
-from tflms_sft._machine.cpu_load import OtherProcesses
-from tflms_sft._machine.rate_benchmarks import measured_rates, num_cores
+from tflms_sft._machine.cpu_load import OtherProcesses, num_cores
+from tflms_sft._machine.rate_benchmarks import measured_rates
 from tflms_sft._util.files import write_json
 
 VARIABLE = "TFLMS_SFT_RATES"
@@ -48,7 +48,13 @@ BUSY_RATES_SECONDS = 600
 
 
 class Calibration:
-    """Rates of this machine by file, as one process knows them."""
+    """Rates of this machine by file, as one process knows them.
+
+    Args:
+        measure_in_child: Measures in a child process; returns `None` if the child fails.
+        measure_here: Measures in this process.
+        other_processes: Starts to measure the load by other processes.
+    """
 
     def __init__(
         self,
@@ -56,23 +62,13 @@ class Calibration:
         measure_here: Callable[[], MachineRates] = measured_rates,
         other_processes: Callable[[], OtherProcesses] = OtherProcesses,
     ) -> None:
-        """Store the functions that measure.
-
-        Args:
-            measure_in_child: Measures in a child process; returns `None` if the child fails.
-            measure_here: Measures in this process.
-            other_processes: Starts to measure the load by other processes.
-        """
         self._measure_in_child = measure_in_child
         self._measure_here = measure_here
         self._other_processes = other_processes
         self._rates: dict[Path, MachineRates] = {}
 
     def machine_rates(self, tell: Callable[[str], None] | None = None) -> MachineRates:
-        """Return the rates of the planned device; measure those of this machine if there are none.
-
-        Args:
-            tell: Printer of a line before the measurement.
+        """Return the rates of the planned device; measure those of this machine if there are none, and tell so.
 
         Raises:
             ValueError: If the environment names a file without rates.
@@ -81,7 +77,7 @@ class Calibration:
         if path is None:
             return _rates_without_file()
         if path not in self._rates:
-            self._rates[path] = _stored(path, os.environ.get(VARIABLE, "")) or self._measure(path, tell)
+            self._rates[path] = _stored(path) or self._measure(path, tell)
         return self._rates[path]
 
     def stored_rates(self) -> MachineRates:
@@ -90,7 +86,7 @@ class Calibration:
         For times that are printed and decide nothing.
         """
         path = rates_path()
-        stored = path and (self._rates.get(path) or _stored(path, os.environ.get(VARIABLE, ""), accept_busy=True))
+        stored = path and (self._rates.get(path) or _stored(path, accept_busy=True))
         return stored or _rates_without_file()
 
     def _measure(self, path: Path, tell: Callable[[str], None] | None) -> MachineRates:
@@ -130,14 +126,12 @@ def rates_path() -> Path | None:
     return Path(named) if named else cache_directory() / f"rates-{_key()}.json"
 
 
-def _stored(path: Path, named: str, accept_busy: bool = False) -> MachineRates | None:
+def _stored(path: Path, accept_busy: bool = False) -> MachineRates | None:
     """Return the rates in a file; `None` if there are none, or if rates of a busy machine have expired.
 
-    Args:
-        path: The file.
-        named: Name of the file in the environment, or empty. A named file never expires and must hold rates.
-        accept_busy: Whether to accept expired rates of a busy machine.
+    A file that the environment names never expires and must hold rates.
     """
+    named = os.environ.get(VARIABLE, "")
     if path.exists():
         try:
             rates, busy = _read(path)
@@ -157,9 +151,7 @@ def measure_in_child(
 ) -> MachineRates | None:
     """Measure in a child process with the same environment; return `None` if it fails.
 
-    Args:
-        threads: Numbers of intra-op and inter-op threads; by default those of this process.
-        run: Runs the child process.
+    It has as many intra-op and inter-op threads as this process, unless other numbers are given.
     """
     if not sys.executable:
         return None

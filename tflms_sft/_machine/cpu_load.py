@@ -1,4 +1,4 @@
-"""CPU load by other processes, from `/proc/stat`."""
+"""CPU cores of this process, and the load by other processes from `/proc/stat`."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ def cpu_seconds(path: str = "/proc/stat") -> tuple[float, float, float] | None:
         return None
     seconds = [int(field) / os.sysconf("SC_CLK_TCK") for field in fields[1 : _NUM_FIELDS + 1]]
     return sum(seconds), sum(seconds) - seconds[_IDLE] - seconds[_WAITING], sum(os.times()[:4])
+
+
+def num_cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class OtherProcesses:

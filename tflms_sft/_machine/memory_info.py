@@ -9,9 +9,8 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from rewriters.errors import RewriteError
-from rewriters.ir.device_detection import detect_device, planned_device
+from rewriters.ir.device_detection import detect_device, planned_device, proc_fields
 
-_MEMINFO = "/proc/meminfo"
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _STATISTICS = ("/sys/fs/cgroup/memory.stat", "/sys/fs/cgroup/memory/memory.stat")
 _USAGES = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
@@ -100,10 +99,9 @@ def _free_bytes_of_gpu(device: str) -> int:
 
 
 def _available() -> int | None:
-    with contextlib.suppress(OSError, ValueError), open(_MEMINFO, encoding="ascii") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+    available = proc_fields("/proc/meminfo").get("MemAvailable")
+    if available is not None:
+        return int(available.split()[0]) * 1024
     with contextlib.suppress(AttributeError, OSError, ValueError):  # Windows has no `sysconf`, macOS not this value.
         return int(os.sysconf("SC_AVPHYS_PAGES")) * int(os.sysconf("SC_PAGE_SIZE"))
     return None

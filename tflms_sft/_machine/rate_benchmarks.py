@@ -114,8 +114,8 @@ def _memory_bound() -> Iterator[tuple[str, int, float]]:
     pool = {"ksize": [1, 2, 2, 1], "strides": [1, 2, 2, 1], "padding": "VALID"}
     bias, none = tf.ones(64), tf.zeros(0)
     most, mean = (raw.AvgPool(value=value, **pool) for value in (x, y))
-    norm = raw.FusedBatchNormV3(x=x, scale=bias, offset=bias, mean=none, variance=none)
-    saved = {"reserve_space_1": norm[3], "reserve_space_2": norm[4], "reserve_space_3": norm[5]}
+    norm = functools.partial(raw.FusedBatchNormV3, x=x, scale=bias, offset=bias, mean=none, variance=none)
+    saved = {f"reserve_space_{number}": value for number, value in enumerate(norm()[3:], 1)}
     cases: dict[str, tuple[Callable[[], Any], list[Any]]] = {
         "": (lambda: raw.AddV2(x=x, y=y), [x, y, x]),
         "Relu": (lambda: raw.Relu(features=x), [x, x]),
@@ -132,10 +132,7 @@ def _memory_bound() -> Iterator[tuple[str, int, float]]:
         "Softmax": (lambda: raw.Softmax(logits=x), [x, x]),
         "AvgPool": (lambda: raw.AvgPool(value=x, **pool), [x, mean]),
         "AvgPoolGrad": (lambda: raw.AvgPoolGrad(orig_input_shape=x.shape, grad=mean, **pool), [mean, x]),
-        "FusedBatchNormV3": (
-            lambda: raw.FusedBatchNormV3(x=x, scale=bias, offset=bias, mean=none, variance=none),
-            [x, x],
-        ),
+        "FusedBatchNormV3": (norm, [x, x]),
         "FusedBatchNormGradV3": (lambda: raw.FusedBatchNormGradV3(y_backprop=y, x=x, scale=bias, **saved), [x, y, x]),
         "ConcatV2": (lambda: raw.ConcatV2(values=[most, mean], axis=3), [most, mean, most, mean]),
         "Slice": (lambda: raw.Slice(input=x, begin=[0, 0, 0, 32], size=[1, side, side, 32]), [most, most, mean, mean]),
@@ -264,59 +261,36 @@ def _enough_images() -> int:
 
 def _convolutions(images: int, channels: int) -> list[_Contraction]:
     """Return a convolution of images with 64 channels, and its gradients. None unfolds enough to map new memory."""
-    raw, size, taps = tf.raw_ops, 32, 9
+    size, taps = 32, 9
     x, y = tf.random.uniform((images, size, size, 64)), tf.random.uniform((images, size, size, channels))
-    filters = tf.random.uniform((3, 3, 64, channels))
-    options = {"strides": [1, 1, 1, 1], "padding": "SAME"}
+    runs = _runs("Conv2D", x, tf.random.uniform((3, 3, 64, channels)), y)
     flops = 2.0 * images * size * size * taps * 64 * channels
     windows = images * size * size * taps * 64 * 4
-    moved = _num_bytes([x, y])
+    unfolds = planned_device().unfolds_convolutions
     return [
-        _Contraction(
-            "Conv2D",
-            lambda: raw.Conv2D(input=x, filter=filters, **options),
-            flops,
-            moved,
-            windows if planned_device().unfolds_convolutions else 0,
-        ),
-        _Contraction(
-            "Conv2DBackpropInput",
-            lambda: raw.Conv2DBackpropInput(input_sizes=x.shape, filter=filters, out_backprop=y, **options),
-            flops,
-            moved,
-            windows,
-        ),
-        _Contraction(
-            "Conv2DBackpropFilter",
-            lambda: raw.Conv2DBackpropFilter(input=x, filter_sizes=filters.shape, out_backprop=y, **options),
-            flops,
-            moved,
-            windows,
-        ),
+        _Contraction(op, run, flops, _num_bytes([x, y]), windows if unfolds or op != "Conv2D" else 0)
+        for op, run in runs.items()
     ]
 
 
-def _depthwise(images: int) -> Iterator[_Contraction]:
-    """Yield a depthwise convolution and its gradients."""
-    raw = tf.raw_ops
+def _runs(op: str, x: Any, filters: Any, y: Any) -> dict[str, Callable[[], Any]]:
+    """Return functions that run a convolution of `x` with results as large as `y`, and its gradients, by op type."""
+    raw, version = tf.raw_ops, "V2" if op == "Conv3D" else ""
+    into, out = f"{op}BackpropInput{version}", f"{op}BackpropFilter{version}"
+    options: dict[str, Any] = {"strides": [1] * x.shape.rank, "padding": "SAME"}
+    return {
+        op: lambda: getattr(raw, op)(input=x, filter=filters, **options),
+        into: lambda: getattr(raw, into)(input_sizes=x.shape, filter=filters, out_backprop=y, **options),
+        out: lambda: getattr(raw, out)(input=x, filter_sizes=filters.shape, out_backprop=y, **options),
+    }
+
+
+def _depthwise(images: int) -> list[_Contraction]:
+    """Return a depthwise convolution and its gradients."""
     images = min(images, MAX_IMAGES)  # Each is as large as 16 images of the other convolutions.
-    x, filters = tf.random.uniform((images, 128, 128, 64)), tf.random.uniform((3, 3, 64, 1))
-    options: dict[str, Any] = {"strides": [1, 1, 1, 1], "padding": "SAME"}
-    flops, moved, name = 2.0 * 9 * float(tf.size(x)), _num_bytes([x, x]), "DepthwiseConv2dNative"
-    sizes = {"input_sizes": x.shape, "filter": filters}
-    yield _Contraction(name, lambda: raw.DepthwiseConv2dNative(input=x, filter=filters, **options), flops, moved)
-    yield _Contraction(
-        f"{name}BackpropInput",
-        lambda: raw.DepthwiseConv2dNativeBackpropInput(**sizes, out_backprop=x, **options),
-        flops,
-        moved,
-    )
-    yield _Contraction(
-        f"{name}BackpropFilter",
-        lambda: raw.DepthwiseConv2dNativeBackpropFilter(input=x, filter_sizes=filters.shape, out_backprop=x, **options),
-        flops,
-        moved,
-    )
+    x = tf.random.uniform((images, 128, 128, 64))
+    runs = _runs("DepthwiseConv2dNative", x, tf.random.uniform((3, 3, 64, 1)), x)
+    return [_Contraction(op, run, 2.0 * 9 * float(tf.size(x)), _num_bytes([x, x])) for op, run in runs.items()]
 
 
 SIDE, TAPS, VOLUME_CHANNELS = 16, 27, 8
@@ -347,20 +321,13 @@ def _unfolded(op: str, volumes: int, channels: int) -> int:
 
 def _volumes(volumes: int, channels: int) -> list[_Contraction]:
     """Return a convolution of volumes and its gradients."""
-    raw, side = tf.raw_ops, (volumes, SIDE, SIDE, SIDE)
+    side = (volumes, SIDE, SIDE, SIDE)
     x, y = tf.random.uniform((*side, VOLUME_CHANNELS)), tf.random.uniform((*side, channels))
     cube = tf.random.uniform((3, 3, 3, VOLUME_CHANNELS, channels))
-    options: dict[str, Any] = {"strides": [1, 1, 1, 1, 1], "padding": "SAME"}
     flops, moved = 2.0 * TAPS * channels * float(tf.size(x)), _num_bytes([x, y])
-    into, out = "Conv3DBackpropInputV2", "Conv3DBackpropFilterV2"
-    runs: dict[str, Callable[[], Any]] = {
-        "Conv3D": lambda: raw.Conv3D(input=x, filter=cube, **options),
-        into: lambda: raw.Conv3DBackpropInputV2(input_sizes=x.shape, filter=cube, out_backprop=y, **options),
-        out: lambda: raw.Conv3DBackpropFilterV2(input=x, filter_sizes=cube.shape, out_backprop=y, **options),
-    }
     unfolds = planned_device().unfolds_convolutions
     contractions = []
-    for op, run in runs.items():
+    for op, run in _runs("Conv3D", x, cube, y).items():
         kernel = _kernel(op, volumes, channels) if unfolds and op != "Conv3D" else op
         windows = TAPS * _num_bytes([y if kernel == DIRECT else x])
         unfolded = _unfolded(op, volumes, channels)
@@ -375,11 +342,7 @@ LONG_ROWS, SHORT_ROWS = 4, 0.5
 
 
 def _long_row_slowdown(touched: float) -> float:
-    """Return the time of the arithmetic of a filter gradient with long rows over that with short ones.
-
-    Args:
-        touched: Bytes read and written per second.
-    """
+    """Return the time of the arithmetic of a filter gradient with long rows over that with short ones."""
     device = planned_device()
     if device.unfolds_convolutions or device.is_gpu or not device.second_level_cache_bytes:
         return 1.0
@@ -402,10 +365,8 @@ def _image_with_rows(row_bytes: int) -> Any:
 
 def _filter_gradient(x: Any) -> Any:
     """Run the filter gradient of a convolution with equal input and output gradient."""
-    sizes = (3, 3, x.shape[-1], x.shape[-1])
-    return tf.raw_ops.Conv2DBackpropFilter(
-        input=x, filter_sizes=sizes, out_backprop=x, strides=[1, 1, 1, 1], padding="SAME"
-    )
+    filters = tf.TensorSpec((3, 3, x.shape[-1], x.shape[-1]))
+    return _runs("Conv2D", x, filters, x)["Conv2DBackpropFilter"]()
 
 
 def _product() -> _Contraction:
@@ -418,10 +379,8 @@ def _product() -> _Contraction:
 def _few_pixels() -> _Contraction:
     """Return a convolution of so few pixels that its weights dominate the time; `touched` is their size."""
     x, filters = tf.random.uniform((1, 4, 4, 512)), tf.random.uniform((3, 3, 512, 512))
-    options = {"strides": [1, 1, 1, 1], "padding": "SAME"}
     flops = 2.0 * 16 * float(tf.size(filters))
-    run = functools.partial(tf.raw_ops.Conv2D, input=x, filter=filters, **options)
-    return _Contraction("Conv2D", run, flops, _num_bytes([filters]))
+    return _Contraction("Conv2D", _runs("Conv2D", x, filters, x)["Conv2D"], flops, _num_bytes([filters]))
 
 
 def _fresh() -> float:
@@ -447,30 +406,21 @@ def _kernel_calls(flops: dict[str, float], call: float) -> dict[str, float]:
         flops: Rates of arithmetic by op.
         call: Seconds to start any op; a link starts a reshape, too.
     """
-    raw, image, sizes = tf.raw_ops, (1, 12, 12, 16), (3, 3, 16, 16)
+    image, sizes = (1, 12, 12, 16), (3, 3, 16, 16)
     x, filters = tf.random.uniform(image), 0.01 * tf.random.uniform(sizes)
     assert math.prod(image) == math.prod(sizes), "the gradient of a filter is the next image"
-    options: dict[str, Any] = {"strides": [1, 1, 1, 1], "padding": "SAME"}
-    links: dict[str, Callable[[Any], Any]] = {
-        "Conv2D": lambda x: raw.Conv2D(input=x, filter=filters, **options),
-        "Conv2DBackpropInput": lambda y: raw.Conv2DBackpropInput(
-            input_sizes=image, filter=filters, out_backprop=y, **options
-        ),
-        "Conv2DBackpropFilter": lambda y: raw.Conv2DBackpropFilter(
-            input=x, filter_sizes=sizes, out_backprop=y, **options
-        ),
-    }
     arithmetic, calls = 2.0 * math.prod(image) * math.prod(sizes[:2]) * sizes[-1], dict[str, float]()
-    for op, link in links.items():
-        seconds = _seconds_of_link(functools.partial(_reshaped, link, image), x)
+    for op in _runs("Conv2D", x, filters, x):
+        seconds = _seconds_of_link(functools.partial(_link, op, filters), x)
         seconds -= 2 * call + arithmetic / flops[op]
         for name in (op, op.replace("Conv2D", "Conv3D") + ("V2" if "Backprop" in op else "")):
             calls[name] = max(seconds, 0.0)
     return calls
 
 
-def _reshaped(link: Callable[[Any], Any], shape: tuple[int, ...], x: Any) -> Any:
-    return tf.reshape(link(x), shape)
+def _link(op: str, filters: Any, x: Any) -> Any:
+    """Return the result of a convolution or of one of its gradients, as the operand of the next one."""
+    return tf.reshape(_runs("Conv2D", x, filters, x)[op](), x.shape)
 
 
 def _host_call() -> float:
@@ -560,8 +510,3 @@ def _cache() -> float:
 def _swap(store: SpillStore, array: np.ndarray) -> None:
     pages = store.read(store.write(array, 1, "rates"))
     pages.view(np.int64).max()  # Reading maps the pages, and finds none in a CPU cache, as the consumer of a tensor.
-
-
-def num_cores() -> int:
-    """Return the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

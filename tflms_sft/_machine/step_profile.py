@@ -22,14 +22,7 @@ R = TypeVar("R")
 
 
 class OpSpan(NamedTuple):
-    """One run of an op.
-
-    Attributes:
-        name: Name of the op in its graph or function.
-        op: Type of the op.
-        begin: Begin of the run in seconds.
-        end: End of the run in seconds.
-    """
+    """One run of an op: name of the op in its graph or function, its type, begin and end in seconds."""
 
     name: str
     op: str

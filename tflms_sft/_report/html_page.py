@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from tflms_sft._report import summary
 from tflms_sft._report.memory_chart import draw, memory_at_peak, percentage
 from tflms_sft._report.op_names import short_op_names
-from tflms_sft._report.pipeline_plan import PlannedPipeline
+from tflms_sft._report.pipeline_plan import PlannedPipeline, sent_forward
 from tflms_sft._report.plan_records import Measurement, PlanRecord
 from tflms_sft._report.schedule_chart import time_unit
 from tflms_sft._util.byte_sizes import format_bytes
@@ -67,19 +67,10 @@ Cells = Sequence[str]
 
 
 def page(plan: PlanRecord, before: Measurement | None, after: Measurement | None) -> str:
-    """Return the HTML page of a plan.
-
-    Args:
-        plan: The plan.
-        before: Measurement of the original step, or `None`.
-        after: Measurement of the rewritten step, or `None`.
-    """
+    """Return the HTML page of a plan, with measurements of the original and of the rewritten step, if there are any."""
     if plan.pipeline is not None:
         return _pipeline_page(plan, plan.pipeline, before, after)
-    title = f"Memory plan for {summary.batch_text(plan)}"
     parts = [
-        f"<h1>{_text(title)}</h1>",
-        f"<p>{_text(_sentence(summary.headline(plan)))}</p>",
         _cards(plan, before, after),
         "<h2>Memory over a step</h2>",
         _chart(plan, before, after),
@@ -92,9 +83,8 @@ def page(plan: PlanRecord, before: Measurement | None, after: Measurement | None
         *_in_use_at_peak(plan, after),
         *_not_rewritten(plan),
         *_section("Notes", plan.notes),
-        f"<footer><p>tflms-sft {_text(__version__)}</p></footer>",
     ]
-    return _framed(title, parts)
+    return _framed("Memory plan", plan, parts)
 
 
 def _segments(plan: PlanRecord) -> Iterator[str]:
@@ -111,14 +101,8 @@ def _pipeline_page(
     plan: PlanRecord, pipeline: PlannedPipeline, before: Measurement | None, after: Measurement | None
 ) -> str:
     """Return the HTML page of a pipeline."""
-    title = f"Pipeline for {summary.batch_text(plan)}"
     headings, rows = pipeline.stage_rows()
     peaks = [(name, format_bytes(size)) for name, size in zip(pipeline.devices, pipeline.peak_bytes, strict=True)]
-    transfers = [
-        (name, f"{sender} -> {receiver}", format_bytes(size))
-        for name, sender, receiver, size in pipeline.crossing
-        if sender < receiver
-    ]
     unit, unit_seconds = time_unit(pipeline.seconds)
     cards = [
         ("largest predicted peak", format_bytes(max(pipeline.peak_bytes)), "of a device", False),
@@ -126,8 +110,6 @@ def _pipeline_page(
         ("idle", f"{100 * pipeline.idle:.0f} %", "of the time of all devices", False),
     ]
     parts = [
-        f"<h1>{_text(title)}</h1>",
-        f"<p>{_text(_sentence(summary.headline(plan)))}</p>",
         _card_grid(cards),
         "<h2>Devices over a step</h2>",
         _chart(plan, before, after),
@@ -138,13 +120,12 @@ def _pipeline_page(
         "<h2>Peaks</h2>",
         _table(("device", "predicted peak"), peaks, (1,)),
         "<h2>Sent forward</h2>",
-        _table(("tensor", "stages", "size for one micro-batch"), transfers, (2,), names=(0,)),
+        _table(("tensor", "stages", "size for one micro-batch"), sent_forward(pipeline), (2,), names=(0,)),
         *_section("Results of the step", [f"{name}: {combination}" for name, combination in pipeline.results]),
         *_inside_stages(plan),
         *_section("Notes", plan.notes),
-        f"<footer><p>tflms-sft {_text(__version__)}</p></footer>",
     ]
-    return _framed(title, parts)
+    return _framed("Pipeline", plan, parts)
 
 
 def _inside_stages(plan: PlanRecord) -> Iterator[str]:
@@ -156,22 +137,20 @@ def _inside_stages(plan: PlanRecord) -> Iterator[str]:
     yield from _not_rewritten(plan)
 
 
-def _framed(title: str, parts: Sequence[str]) -> str:
+def _framed(subject: str, plan: PlanRecord, parts: Sequence[str]) -> str:
+    title, headline = f"{subject} for {summary.batch_text(plan)}", summary.headline(plan)
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{_text(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n"
+        f"<h1>{_text(title)}</h1>\n<p>{_text(headline[:1].upper() + headline[1:])}.</p>\n"
         + "\n".join(parts)
-        + "\n</main>\n</body>\n</html>\n"
+        + f"\n<footer><p>tflms-sft {_text(__version__)}</p></footer>\n</main>\n</body>\n</html>\n"
     )
 
 
 def _text(value: str) -> str:
     return html.escape(value)
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:] + "."
 
 
 def _cards(plan: PlanRecord, before: Measurement | None, after: Measurement | None) -> str:
@@ -240,19 +219,13 @@ def _chart(plan: PlanRecord, before: Measurement | None, after: Measurement | No
 
 def _peaks(plan: PlanRecord, before: Measurement | None, after: Measurement | None) -> str:
     rows = []
-    pairs = [("original", plan.original, before), ("rewritten", plan.predicted, after)]
-    for name, prediction, measurement in pairs:
-        measured = (
-            ("not measured", "", "")
-            if measurement is None
-            else (
-                format_bytes(measurement.peak_bytes),
-                f"{measurement.peak_bytes / max(prediction.peak_bytes, 1):.2f}",
-                measurement.source,
-            )
-        )
-        fixed = format_bytes(prediction.fixed_bytes)
-        rows.append((name, format_bytes(prediction.peak_bytes), measured[0], measured[1], fixed, measured[2]))
+    for name, prediction, measurement in (("original", plan.original, before), ("rewritten", plan.predicted, after)):
+        predicted, fixed = format_bytes(prediction.peak_bytes), format_bytes(prediction.fixed_bytes)
+        measured, ratio, source = "not measured", "", ""
+        if measurement is not None:
+            measured, source = format_bytes(measurement.peak_bytes), measurement.source
+            ratio = f"{measurement.peak_bytes / max(prediction.peak_bytes, 1):.2f}"
+        rows.append((name, predicted, measured, ratio, fixed, source))
     headings = ("step", "predicted", "measured", "measured / predicted", "weights and optimizer slots", "source")
     return _table(headings, rows, (1, 2, 3, 4))
 
@@ -327,12 +300,8 @@ def _table(
 ) -> str:
     """Return a table that scrolls on a narrow screen.
 
-    Args:
-        headings: Column headings.
-        rows: Rows of cells.
-        right: Indices of right-aligned columns.
-        names: Indices of columns of names, which may break anywhere.
-        sum_last: Whether the last row is a sum.
+    `right` are the indices of right-aligned columns, `names` those of columns of names, which may break anywhere. The
+    last row may be a sum.
     """
 
     def css_class(column: int) -> str:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from tflms_sft._report.op_names import short_op_names
 from tflms_sft._report.plan_records import Measurement, PlanRecord, Prediction, Timeline
-from tflms_sft._report.schedule_chart import draw_schedule, time_unit
+from tflms_sft._report.schedule_chart import draw_schedule, new_figure, save_figure, time_unit
 from tflms_sft._util.byte_sizes import format_bytes
 
 BEFORE, AFTER, BUDGET = "#7a808b", "#1d5fd1", "#c62828"
@@ -53,14 +53,7 @@ _LOOP = re.compile(r"sft/([^/]+)/(forward|backward)[^/]*/")
 
 
 class Span(NamedTuple):
-    """The time span of the loops of a segment.
-
-    Attributes:
-        segment: Name of the segment.
-        backward: Whether they are backward loops.
-        begin: Start on the time axis.
-        end: End on the time axis.
-    """
+    """The span of the forward or the backward loops of a segment on the time axis."""
 
     segment: str
     backward: bool
@@ -71,15 +64,8 @@ class Span(NamedTuple):
 class Curve(NamedTuple):
     """Bytes alive over a step.
 
-    Attributes:
-        step: Name of the step.
-        label: Label in the legend.
-        color: Color of the line.
-        places: Start of each value on the time axis, and the end of the last one.
-        values: Bytes.
-        spans: Time spans of tile loops.
-        at_peak: (name, bytes) of all memory in use at the peak, largest first.
-        peak_bytes: Bytes at the peak.
+    `places` are the starts of the values on the time axis, and the end of the last one. `at_peak` is (name, bytes) of
+    all memory in use at the peak, largest first.
     """
 
     step: str
@@ -93,14 +79,7 @@ class Curve(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """Curves on one time axis.
-
-    Attributes:
-        title: Title.
-        time: Label of the time axis.
-        curves: The curves; the loops and the peak of the last one are drawn.
-        lines: (bytes, label, color) of horizontal lines.
-    """
+    """Curves on one time axis, with loops and peak of the last one, and horizontal lines at (bytes, label, color)."""
 
     title: str
     time: str
@@ -132,23 +111,8 @@ def draw_plan(
 ) -> Any:
     """Draw the predicted bytes of the original and the rewritten step, the measured ones below them, and the budget.
 
-    Args:
-        plan: The plan.
-        path: File to write, or `None`.
-        before: Measurement of the original step, or `None`.
-        after: Measurement of the rewritten step, or `None`.
-        bars: Whether to draw the memory in use at the peak.
-
-    Returns:
-        The `matplotlib.figure.Figure`.
-
-    Raises:
-        ImportError: If matplotlib is not installed.
+    With `bars`, the memory in use at the peak is drawn below each panel.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError('`plan.plot()` needs matplotlib: pip install "tflms-sft[plot]"') from error
     measurements = [m for m in (before, after) if m is not None]
     panels = [_predicted_panel(plan, before, after)]
     if any(m.timelines for m in measurements):
@@ -162,7 +126,7 @@ def draw_plan(
     heights = []
     for panel in panels:
         heights += [CURVES_INCHES, *([BAR_INCHES * (len(panel.curves[-1].at_peak) + 2.5)] if bars else [])]
-    figure = Figure(figsize=(WIDTH_INCHES, sum(heights)), layout="constrained")
+    figure = new_figure("`plan.plot()`", WIDTH_INCHES, sum(heights))
     rows = iter(figure.add_gridspec(len(heights), 1, height_ratios=heights))
     for panel in panels:
         axes = figure.add_subplot(next(rows))
@@ -170,9 +134,7 @@ def draw_plan(
         _draw(axes, panel, plan.memory_budget, unit)
         if bars:
             _bars(figure.add_subplot(next(rows)), panel.curves[-1])
-    if path is not None:
-        # Without a format, matplotlib would append one to a name that has none.
-        figure.savefig(path, dpi=140, format=os.path.splitext(path)[1][1:] or "png")
+    save_figure(figure, path)
     return figure
 
 
@@ -260,11 +222,7 @@ def memory_at_peak(
 ) -> list[tuple[str, int]]:
     """Return the memory in use at a peak as (name, bytes): the largest items, and last the sum of all others.
 
-    Args:
-        items: Tensors and transient memory.
-        fixed_bytes: Bytes of variables, an item of their own.
-        peak_bytes: Bytes at the peak.
-        most: Number of items that are named.
+    All variables, of `fixed_bytes`, are one item.
     """
     named = sorted([*items, (FIXED_NAME, fixed_bytes)], key=lambda item: -item[1])
     shown = [item for item in named[:most] if item[1] >= MIN_FRACTION * peak_bytes]

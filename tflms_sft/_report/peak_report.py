@@ -30,13 +30,7 @@ _LOOP_OUTPUT = re.compile(r"(?:micro_\d+/)?sft/([^/]+)/([^/]+)/while:(\d+)")
 
 
 class PeakNames:
-    """Display names of tensors and ops of a step.
-
-    Args:
-        analysis: Analysis of the original step.
-        record: Its layer calls.
-        layers: Layer names of the tensors that layers return.
-    """
+    """Display names of tensors and ops of a step, from its layer calls and the names of tensors that layers return."""
 
     def __init__(self, analysis: GraphAnalysis, record: LayerRecord, layers: Mapping[Tensor, str]) -> None:
         self._analysis = analysis
@@ -128,14 +122,7 @@ def _sources(base: str) -> list[str]:
 
 
 def largest_tensors(names: PeakNames, plans: Sequence[SegmentPlan], graph: Graph, peak: Peak) -> NamedSizes:
-    """Return the largest tensors alive at a peak, with display names.
-
-    Args:
-        names: Display names of the original step.
-        plans: Its segments.
-        graph: The rewritten graph, or its skeleton.
-        peak: Predicted peak of that graph.
-    """
+    """Return the largest tensors alive at the peak of a rewritten graph, or of its skeleton, with display names."""
     results = _loop_results(names, plans, graph)
     return tuple((results.get(name) or names.tensor_called(name, graph), size) for name, size in peak.largest)
 
@@ -164,14 +151,6 @@ def transient_memory(
     names: PeakNames, plans: Sequence[SegmentPlan], graph: Graph, peak: Peak, memory: IterationModelCache, batch: int
 ) -> NamedSizes:
     """Return the memory in use at the peak only while its op runs: a loop iteration, and kernel scratch inside it.
-
-    Args:
-        names: Display names of the original step.
-        plans: Its segments.
-        graph: The rewritten graph, or its skeleton.
-        peak: Predicted peak of that graph.
-        memory: Models of loop iterations.
-        batch: Batch size.
 
     Returns:
         Nothing, or the iteration or the scratch; or both, where the scratch is a part of the iteration.

@@ -126,11 +126,16 @@ class PlannedPipeline:
         lines += [f"  {line}" for line in self.chart.splitlines()]
         for name, size in zip(self.devices, self.peak_bytes, strict=True):
             lines.append(f"  {name}: predicted peak {format_bytes(size)}")
-        transfers = [
-            f"{name} ({sender} -> {receiver}, {format_bytes(size)})"
-            for name, sender, receiver, size in self.crossing
-            if sender < receiver
-        ]
+        transfers = [f"{name} ({stages}, {size})" for name, stages, size in sent_forward(self)]
         lines.append(f"  sent forward: {shortened(transfers, _MAX_TRANSFERS) or 'nothing'}")
         lines += [f"  result {name}: {combination}" for name, combination in self.results]
         return lines
+
+
+def sent_forward(pipeline: PlannedPipeline) -> list[tuple[str, str, str]]:
+    """Return the transfers of a forward pass as text: tensor, stages, and size for one micro-batch."""
+    return [
+        (name, f"{sender} -> {receiver}", format_bytes(size))
+        for name, sender, receiver, size in pipeline.crossing
+        if sender < receiver
+    ]

@@ -169,13 +169,7 @@ class Plan(PlanRecord):
 
 
 def amend_plan(plan: Plan, *notes: str, **changes: Any) -> Plan:
-    """Return a copy of a plan with more notes and other fields changed.
-
-    Args:
-        plan: The plan; it is not modified.
-        *notes: Appended to `plan.notes`; empty ones are skipped.
-        **changes: Other fields, as for `dataclasses.replace`.
-    """
+    """Return a copy of a plan with more notes, except for empty ones, and with other fields changed."""
     return dataclasses.replace(plan, notes=(*plan.notes, *filter(None, notes)), **changes)
 
 

@@ -40,18 +40,8 @@ def time_unit(seconds: float) -> tuple[str, float]:
     return next((unit for unit in TIME_UNITS if seconds >= unit[1]), TIME_UNITS[-1])
 
 
-def draw_schedule(
-    simulation: Simulation, path: str | os.PathLike[str] | None = None, peak_bytes: Sequence[int] = ()
-) -> Any:
-    """Draw devices over time, with the numbers of the micro-batches in the boxes.
-
-    Args:
-        simulation: The simulated schedule.
-        path: File to write, in the format of its extension. Defaults to `None`: no file.
-        peak_bytes: Peak of each device. Defaults to those of the simulation.
-
-    Returns:
-        The `matplotlib.figure.Figure`.
+def new_figure(subject: str, width: float, height: float) -> Any:
+    """Return an empty `matplotlib.figure.Figure` for the chart of a subject, with its size in inches.
 
     Raises:
         ImportError: If matplotlib is not installed.
@@ -59,10 +49,27 @@ def draw_schedule(
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError('the chart of a schedule needs matplotlib: pip install "tflms-sft[plot]"') from error
+        raise ImportError(f'{subject} needs matplotlib: pip install "tflms-sft[plot]"') from error
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save_figure(figure: Any, path: str | os.PathLike[str] | None) -> None:
+    """Write a figure in the format of the extension of a path; nothing without a path."""
+    if path is not None:
+        # Without a format, matplotlib would append one to a name that has none.
+        figure.savefig(path, dpi=140, format=os.path.splitext(path)[1][1:] or "png")
+
+
+def draw_schedule(
+    simulation: Simulation, path: str | os.PathLike[str] | None = None, peak_bytes: Sequence[int] = ()
+) -> Any:
+    """Draw devices over time, with the numbers of the micro-batches in the boxes, and return the figure.
+
+    The peaks of the devices are those of the simulation by default.
+    """
     schedule = simulation.schedule
     height = min(DEVICE_INCHES * (schedule.num_devices + REPLICA_GAP * (schedule.data_replicas - 1)), MAX_INCHES)
-    figure = Figure(figsize=(11, height + 1.55), layout="constrained")
+    figure = new_figure("the chart of a schedule", 11, height + 1.55)
     axes = figure.add_subplot()
     end = simulation.seconds or 1.0
     axes.set_xlim(0, end)
@@ -70,9 +77,7 @@ def draw_schedule(
     axes.set_ylim(rows[-1] + 0.62, -0.62)
     _boxes(axes, simulation, rows, points=72 * 8.6 / end)
     _frame(axes, simulation, rows, peak_bytes or simulation.peak_bytes)
-    if path is not None:
-        # Without a format, matplotlib would append one to a name that has none.
-        figure.savefig(path, dpi=140, format=os.path.splitext(path)[1][1:] or "png")
+    save_figure(figure, path)
     return figure
 
 
@@ -84,14 +89,7 @@ def _rows(simulation: Simulation) -> list[float]:
 
 
 def _boxes(axes: Any, simulation: Simulation, rows: list[float], points: float) -> None:
-    """Draw slots and exchanges of gradients.
-
-    Args:
-        axes: The axes.
-        simulation: The simulated schedule.
-        rows: Vertical position of each device.
-        points: Approximate width of a second in points; decides where numbers fit.
-    """
+    """Draw slots and exchanges of gradients; `points`, the width of a second, decides where numbers fit."""
     critical = set(simulation.critical_path)
     for row, slots in zip(rows, simulation.schedule.devices, strict=True):
         axes.axhspan(row - BOX_HEIGHT / 2, row + BOX_HEIGHT / 2, color="#f1f2f4", lw=0, zorder=0)

@@ -36,13 +36,7 @@ class Share:
 
 
 def shares(costs: CostModel, plans: Sequence[SegmentPlan], step_seconds: float) -> list[Share]:
-    """Return the share of each segment, and last that of all other ops.
-
-    Args:
-        costs: Cost model of the step.
-        plans: Its segments.
-        step_seconds: Predicted time of the original step.
-    """
+    """Return the share of each segment, and last that of all other ops."""
     analysis, batch = costs.analysis, costs.batch
     owner: dict[Node, int] = {node: number for number, plan in enumerate(plans) for node in plan.segment.forward}
     before = _waiting(analysis, batch, owner, _read_before(analysis))
@@ -64,13 +58,9 @@ def _time(costs: CostModel, plan: SegmentPlan, step_seconds: float) -> tuple[flo
 
 
 def _waiting(analysis: GraphAnalysis, batch: int, owner: Mapping[Node, int], read: Iterator[Tensor]) -> Counter[int]:
-    """Return the bytes saved for the backward pass by segment; tensors that share a buffer count once.
+    """Return the bytes of the tensors that the backward pass reads, by segment.
 
-    Args:
-        analysis: Analysis of the original step.
-        batch: Batch size.
-        owner: Index of the segment that each forward op belongs to.
-        read: Tensors that the backward pass reads.
+    Tensors that share a buffer count once. `owner` is the index of the segment that each forward op belongs to.
     """
     sources = dict.fromkeys(map(_source, read))
     num_bytes = Counter[int]()
@@ -110,15 +100,7 @@ def _read_after(analysis: GraphAnalysis, plans: Sequence[SegmentPlan]) -> Iterat
 def describe_segment(
     costs: CostModel, memory: IterationModelCache, plan: SegmentPlan, *, share: Share, names: Mapping[Tensor, str]
 ) -> PlannedSegment:
-    """Return the record of one segment.
-
-    Args:
-        costs: Cost model of the step.
-        memory: Models of loop iterations.
-        plan: The segment and its loops.
-        share: Its share in memory and time.
-        names: Layer names of tensors.
-    """
+    """Return the record of one segment, with the layer names of tensors."""
     analysis, batch, segment = costs.analysis, costs.batch, plan.segment
     forward, backward = (_finest(plan, is_backward) for is_backward in (segment.one_loop, True))
 

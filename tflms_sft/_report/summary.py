@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from tflms_sft._report.op_names import short_op_names
 from tflms_sft._report.plan_records import PlannedSegment, PlanRecord, Prediction
@@ -24,37 +23,15 @@ _MAX_NAMES = 4
 """Number of names after which a list is truncated."""
 
 
-class Row(NamedTuple):
-    """A row of the table, each cell as text.
-
-    Attributes:
-        segment: Name of the segment.
-        layers: Its entries and exits.
-        decision: Transformation that was applied.
-        tiles: Numbers of tiles.
-        before: Bytes saved for the backward pass in the original step.
-        after: Bytes saved in the rewritten step.
-        time: Time over that of the original step, original and rewritten.
-    """
-
-    segment: str
-    layers: str
-    decision: str
-    tiles: str
-    before: str
-    after: str
-    time: str
-
-
-HEADINGS = Row("segment", "layers", "decision", "tiles", "saved for backward", "after", "time")
+HEADINGS = ("segment", "layers", "decision", "tiles", "saved for backward", "after", "time")
 RIGHT = (4, 5, 6)
 """Indices of right-aligned columns."""
 
 
-def rows(plan: PlanRecord) -> list[Row]:
+def rows(plan: PlanRecord) -> list[tuple[str, ...]]:
     """Return the rows of the table: segments, all other ops, swaps, and the sum."""
-    result = [
-        Row(
+    result: list[tuple[str, ...]] = [
+        (
             segment.name,
             f"{_joined(segment.entries)} -> {_joined(segment.exits)}",
             decision(segment),
@@ -64,13 +41,13 @@ def rows(plan: PlanRecord) -> list[Row]:
         for segment in plan.segments
     ]
     other_ops = "everything else" if plan.segments else "everything"
-    result.append(Row("-", other_ops, "not rewritten", "-", *_numbers(plan.rest_waiting_bytes, plan.rest_time_share)))
+    result.append(("-", other_ops, "not rewritten", "-", *_numbers(plan.rest_waiting_bytes, plan.rest_time_share)))
     if plan.swaps:
         text = f"{len(plan.swaps)} tensor(s)"
         swapped = f"-{format_bytes(plan.swapped_bytes)}"
-        result.append(Row("-", text, f"swap to {plan.swap_tier}", "-", "-", swapped, "-"))
+        result.append(("-", text, f"swap to {plan.swap_tier}", "-", "-", swapped, "-"))
     if len(result) > 1:
-        result.append(Row("step", "", "", "", *_numbers(waiting_bytes(plan), whole_time(plan))))
+        result.append(("step", "", "", "", *_numbers(waiting_bytes(plan), whole_time(plan))))
     return result
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+import textwrap
 import time
 from typing import Any
 
@@ -40,11 +41,7 @@ _MAX_FRAMES = 12
 
 
 def checked_log_dir(log_dir: Any) -> str | None:
-    """Return the directory as a string, or `None`.
-
-    Raises:
-        TypeError: If it is neither a path nor `None`.
-    """
+    """Return the directory as a string, or `None`; refuse any other value."""
     if log_dir is not None and not isinstance(log_dir, (str, os.PathLike)):
         raise TypeError(
             f"`log_dir` must be a directory for TensorBoard, or None. Received: log_dir={log_dir!r} of type "
@@ -137,9 +134,7 @@ class TrainingLog:
 
     def _write_plan(self, plan: Plan, epoch: int) -> None:
         with self._writer().as_default(), tf.summary.record_if(True):
-            text = "\n".join(
-                f"    {line}" for line in plan.summary().splitlines()
-            )  # Four spaces mark a code block in Markdown.
+            text = textwrap.indent(plan.summary(), "    ")  # A code block in Markdown.
             _write("memory/plan", tf.constant([text]), epoch, "text", _TENSOR)
             chart = _chart(plan)
             if chart is not None:

@@ -10,7 +10,7 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,29 +56,27 @@ def fingerprint(path: str, array: str | None = None, level: int = 0) -> Fingerpr
     return (status.st_size, status.st_mtime_ns, status.st_ino)
 
 
-def check_packages(image_format: str) -> None:
-    """Import the packages of a format.
-
-    Raises:
-        ImportError: With the command that installs them.
-    """
-    for package in PACKAGES[image_format]:
+def check_format(argument: str, value: object, formats: Iterable[str]) -> None:
+    """Refuse an argument that is neither a function nor one of the formats, and a format whose packages are missing."""
+    if callable(value):
+        return
+    if not isinstance(value, str):
+        raise ValueError(f"`{argument}` must be a format or a function. Received: {argument}={value!r}.")
+    if value not in formats:
+        known = tuple(formats)
+        raise ValueError(f"Unknown `{argument}`. Received: {value!r}. Expected one of {known}, or a function.")
+    for package in PACKAGES[value]:
         try:
             importlib.import_module(package)
         except ImportError as error:
             raise ImportError(
-                f"Images of format {image_format!r} require the package `{package}`. Received: {error}. "
-                f'Install it with `pip install "tflms-sft[{image_format}]"`.'
+                f"Images of format {value!r} require the package `{package}`. Received: {error}. "
+                f'Install it with `pip install "tflms-sft[{value}]"`.'
             ) from error
 
 
 class ArraySource:
-    """An array that yields regions by indexing.
-
-    Args:
-        array: An array with a shape, a dtype and `__getitem__`.
-        after_read: Called after each read.
-    """
+    """An array with a shape, a dtype and `__getitem__`; `after_read` is called after each read."""
 
     def __init__(self, array: Any, after_read: Callable[[], object] | None = None) -> None:
         self._array = array
@@ -95,12 +93,7 @@ class ArraySource:
 
 
 class ZarrSource(ArraySource):
-    """A zarr array, version 2 or 3.
-
-    Args:
-        array: The array.
-        fills_missing: Whether chunks without a file hold the fill value; otherwise they are an error.
-    """
+    """A zarr array, version 2 or 3. A chunk without a file is an error unless `fills_missing`."""
 
     def __init__(self, array: Any, fills_missing: bool) -> None:
         super().__init__(array)
@@ -134,10 +127,6 @@ class ZarrSource(ArraySource):
 class SlideSource:
     """A level of a whole-slide image in RGB.
 
-    Args:
-        slide: The slide.
-        level: Its level.
-
     Raises:
         ValueError: If the slide has no such level, or the level's reduction is no integer: tiles would not fit.
     """
@@ -167,7 +156,7 @@ class SlideSource:
         return np.asarray(self._slide.read_region(corner, self._level, size))[..., :3][..., channels]
 
 
-def open_zarr(path: str, array: str | None, level: int, fills_missing: bool) -> Source:
+def open_zarr(path: str, array: str | None, level: int, fill_missing_chunks: bool) -> Source:
     """Open a zarr array, or one of a group: the array named, or the level of a pyramid."""
     import zarr
 
@@ -176,15 +165,14 @@ def open_zarr(path: str, array: str | None, level: int, fills_missing: bool) -> 
         if str(level) not in node:
             raise ValueError(f"it is a group of {sorted(node.keys())}, without {str(level)!r}. Pass `array` or `level`")
         node = node[str(level)]
-    return ZarrSource(node, fills_missing)
+    return ZarrSource(node, fill_missing_chunks)
 
 
-def open_tiff(path: str, array: str | None, level: int, fills_missing: bool) -> Source:
+def open_tiff(path: str, array: str | None, level: int, **_: Any) -> Source:
     """Open a series of a TIFF file, at a level of its pyramid."""
     import tifffile
     import zarr
 
-    del fills_missing
     with tifffile.TiffFile(path) as tiff:
         series = tiff.series[int(array or 0)]
         if level >= len(series.levels):
@@ -205,19 +193,17 @@ def _check_length(path: str, pages: Sequence[Any]) -> None:
             raise OSError(f"it is truncated: it has {length} bytes, and its image ends at {max(ends)}")
 
 
-def open_slide(path: str, array: str | None, level: int, fills_missing: bool) -> Source:
+def open_slide(path: str, level: int, **_: Any) -> Source:
     """Open a level of a whole-slide image."""
     import openslide
 
-    del array, fills_missing
     return SlideSource(openslide.OpenSlide(path), level)
 
 
-def open_nifti(path: str, array: str | None, level: int, fills_missing: bool) -> Source:
+def open_nifti(path: str, **_: Any) -> Source:
     """Open a volume; its numbers are scaled as the header says."""
     import nibabel
 
-    del array, level, fills_missing
     if path.endswith(".gz"):
         raise ValueError("a compressed file cannot be read in parts. Decompress it with `gunzip --keep`")
     volume: Any = nibabel.load(path, mmap=False).dataobj  # type: ignore[attr-defined]
@@ -227,11 +213,10 @@ def open_nifti(path: str, array: str | None, level: int, fills_missing: bool) ->
     return source
 
 
-def open_hdf5(path: str, array: str | None, level: int, fills_missing: bool) -> Source:
+def open_hdf5(path: str, array: str | None, **_: Any) -> Source:
     """Open a dataset of an HDF5 file: the one named, or the only one."""
     import h5py  # type: ignore[import-untyped]
 
-    del level, fills_missing
     file = h5py.File(path, "r")
     names: list[str] = [array] if array else []
     if not names:
@@ -246,9 +231,8 @@ _PARSING = threading.Lock()
 fail with a `SystemError` if several threads parse (CPython issue 106905)."""
 
 
-def open_numpy(path: str, array: str | None, level: int, fills_missing: bool) -> Source:
+def open_numpy(path: str, **_: Any) -> Source:
     """Open an array of an `.npy` file. Its pages are released after each read: they would count as memory."""
-    del array, level, fills_missing
     with open(path, "rb") as file:
         if file.read(len(NPY_MAGIC)) != NPY_MAGIC:
             raise ValueError("it is no `.npy` file, as `numpy.save` writes them")
@@ -261,7 +245,7 @@ def open_numpy(path: str, array: str | None, level: int, fills_missing: bool) ->
     return ArraySource(pages, lambda: mapping.madvise(mmap.MADV_DONTNEED))
 
 
-OPENERS: dict[str, Callable[[str, str | None, int, bool], Source]] = {
+OPENERS: dict[str, Callable[..., Source]] = {
     "zarr": open_zarr,
     "tiff": open_tiff,
     "openslide": open_slide,
@@ -269,4 +253,4 @@ OPENERS: dict[str, Callable[[str, str | None, int, bool], Source]] = {
     "hdf5": open_hdf5,
     "numpy": open_numpy,
 }
-"""Functions that open a file. Arguments: path, name of an array, level, whether missing chunks hold the fill value."""
+"""Functions that open a file. Arguments: path, and by name `array`, `level` and `fill_missing_chunks` of a reader."""

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from rewriters.ir.region_reads import read_images
-from tflms_sft._sources.formats import FORMATS, OPENERS, Fingerprint, check_packages, fingerprint
+from tflms_sft._sources.formats import FORMATS, OPENERS, Fingerprint, check_format, fingerprint
 from tflms_sft._sources.open_images import ImageSpec, OpenImages
 from tflms_sft._sources.open_shapes import unknown_sizes_of_traced_step
 from tflms_sft._sources.random_view import RandomView
@@ -93,12 +93,7 @@ class ImageReader(keras.layers.Layer):
         # Keras would convert indices in floating point to the type of the images, 299.0 to 43, before they are checked.
         super().__init__(name=name, dtype=dtype, trainable=False, autocast=False)
         self.supports_jit = False
-        if isinstance(source, str):
-            if source not in FORMATS:
-                raise ValueError(f"Unknown `source`. Received: {source!r}. Expected one of {FORMATS}, or a function.")
-            check_packages(source)
-        elif not callable(source):
-            raise ValueError(f"`source` must be a format or a function. Received: source={source!r}.")
+        check_format("source", source, FORMATS)
         self.image_shape = _image_shape(shape)
         if axes is not None and (len(axes) != len(self.image_shape) or len({*axes}) != len(axes) or min(axes) < 0):
             raise ValueError(
@@ -132,8 +127,7 @@ class ImageReader(keras.layers.Layer):
     def _open(self, path: str) -> Source:
         if callable(self.source):
             return self.source(path)
-        options = self._options
-        return OPENERS[self.source](path, options["array"], options["level"], options["fill_missing_chunks"])
+        return OPENERS[self.source](path, **self._options)
 
     def _fingerprint(self, path: str) -> Fingerprint:
         if callable(self.source):
@@ -162,11 +156,7 @@ class ImageReader(keras.layers.Layer):
         return read_images(read, keys, shape, self.compute_dtype, self._shape_in_files)
 
     def _check_keys(self, keys: Any) -> None:
-        """Refuse keys that are neither paths nor indices.
-
-        Raises:
-            ValueError: For another type, or more than one dimension.
-        """
+        """Refuse keys that are no vector of paths or indices."""
         dtype, is_text = keras.backend.standardize_dtype(keys.dtype), self.paths is None
         if not (dtype == "string" if is_text else keras.backend.is_int_dtype(dtype)):
             expected = "strings with paths" if is_text else "integers, indices of `paths`"
@@ -227,11 +217,7 @@ class ImageReader(keras.layers.Layer):
 
 
 def _image_shape(shape: Any) -> tuple[int | None, ...]:
-    """Return the argument `shape` of a reader as a tuple.
-
-    Raises:
-        ValueError: If it is no sequence of at least two sizes.
-    """
+    """Return the argument `shape` of a reader as a tuple of at least two sizes."""
     try:
         sizes = tuple(None if size is None else operator.index(size) for size in shape)
     except TypeError:

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from rewriters.ir.region_reads import write_images
-from tflms_sft._sources.formats import check_packages
+from tflms_sft._sources.formats import check_format
 from tflms_sft._sources.region_reads import record_error
 from tflms_sft._sources.source import ImageWriteError
 
@@ -58,12 +58,7 @@ CREATORS: dict[str, Callable[[str, tuple[int, ...], np.dtype], Target]] = {"zarr
 
 @dataclasses.dataclass
 class _OpenTarget:
-    """A file that is written.
-
-    Attributes:
-        array: Its array.
-        missing: Number of values that are not written yet.
-    """
+    """A file that is written, and the number of its values that are missing."""
 
     array: Target
     missing: int
@@ -72,12 +67,8 @@ class _OpenTarget:
 class RegionWrites:
     """Writes regions of batches of images, for `rewriters.ir.region_reads.write_images`.
 
-    A file is created with the first region of its image, and closed with the last.
-
-    Args:
-        create: Creates a file.
-        shape: Shape of an image; `None` for images that are written whole, of any shape.
-        overwrite: Whether to replace files that exist.
+    A file is created with the first region of its image, and closed with the last. Without a shape of the images, each
+    is written whole and may have any shape.
     """
 
     def __init__(
@@ -180,13 +171,7 @@ class ImageWriter(keras.layers.Layer):
     ) -> None:
         super().__init__(name=name, dtype=dtype, trainable=False)
         self.supports_jit = False
-        if isinstance(target, str):
-            if target not in CREATORS:
-                formats = tuple(CREATORS)
-                raise ValueError(f"Unknown `target`. Received: {target!r}. Expected one of {formats}, or a function.")
-            check_packages(target)
-        elif not callable(target):
-            raise ValueError(f"`target` must be a format or a function. Received: target={target!r}.")
+        check_format("target", target, CREATORS)
         self.target = target
         self.overwrite = overwrite
         self._writes: dict[tuple[int, ...] | None, Any] = {}

@@ -116,11 +116,7 @@ class OpenImage:
 
 
 class OpenImages:
-    """Images of one reader, of which the latest stay open.
-
-    Args:
-        spec: What all images must be.
-    """
+    """Images of one reader, of which the latest stay open."""
 
     def __init__(self, spec: ImageSpec) -> None:
         self.spec = spec

@@ -48,11 +48,7 @@ class UnknownSizes:
         self._outer_graph: Any = None
 
     def set_arguments(self, arguments: Any) -> None:
-        """Set the arguments of the present step.
-
-        Args:
-            arguments: In the order of the signature, in any structure: tensors, arrays, or specs of them.
-        """
+        """Set the arguments of the present step, in the order of its signature: tensors, arrays, or specs of them."""
         leaves = tf.nest.flatten(arguments, expand_composites=True)
         # Images and labels are not held: they would stay in memory until the next batch.
         self._arguments = [leaf if _may_be_keys(leaf) else None for leaf in leaves if hasattr(leaf, "shape")]
@@ -67,11 +63,7 @@ class UnknownSizes:
         return shapes
 
     def shape(self, reader: Reader, keys: Any) -> Shape:
-        """Return the shape of the images of a reader in the step that is traced now, without the batch size.
-
-        Args:
-            reader: The reader.
-            keys: Paths or indices of its images, a tensor of the graph.
+        """Return the shape of the images with these paths or indices in the step that is traced now.
 
         Raises:
             RewriteError: If the keys are no argument of the step, or if only their spec is known.
@@ -122,11 +114,6 @@ def has_unknown_sizes(model: Any) -> bool:
 
 def in_order_of_signature(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Return arguments in the order in which a `tf.function` passes them to its graph.
-
-    Args:
-        function: The `tf.function`.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
 
     Raises:
         TypeError: If the arguments do not match the signature.

@@ -127,16 +127,7 @@ class RandomView:
 
 
 def integers(argument: str, values: Sequence[int], least: int) -> tuple[int, ...]:
-    """Return an argument as a tuple of integers.
-
-    Args:
-        argument: Its name.
-        values: Its value.
-        least: Smallest valid integer.
-
-    Raises:
-        ValueError: If it is no sequence of integers of at least `least`.
-    """
+    """Return an argument as a tuple of integers, each of at least `least`."""
     try:
         numbers = tuple(map(operator.index, values))
     except TypeError:
@@ -184,13 +175,7 @@ class DrawnView:
 
 
 def parse_key(key: str, view: RandomView, shape: tuple[int, ...]) -> tuple[str, DrawnView]:
-    """Return path and view of a key.
-
-    Args:
-        key: A key of `RandomView.keys`.
-        view: The view that made it.
-        shape: Shape of the view.
-    """
+    """Return the path and the view, which has a `shape`, of a key that `view.keys` made."""
     path, text = key.rsplit(SEPARATOR, 1)
     *numbers, turns = map(int, text.split(","))
     count = len(view.crop or ())

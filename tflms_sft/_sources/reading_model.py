@@ -61,7 +61,7 @@ class ReadingModel(keras.Model):
             training: Whether the model is trained.
         """
         keys = (y, sample_weight)
-        y, sample_weight = self._images(y, sample_weight, training)
+        y, sample_weight = self._images(*keys, training)
         self._latest = (keys, (y, sample_weight))
         return super().compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
 
@@ -83,9 +83,7 @@ class ReadingModel(keras.Model):
 
     def _images(self, y: Any, sample_weight: Any, training: bool) -> tuple[Any, Any]:
         """Return the images of labels and sample weights in files."""
-        readers = ((self.label_readers, y), (self.weight_readers, sample_weight))
-        images, weights = (_images(reader, keys, training) for reader, keys in readers)
-        return images, weights
+        return _images(self.label_readers, y, training), _images(self.weight_readers, sample_weight, training)
 
     def get_config(self) -> dict[str, Any]:
         """Return the layers and the readers."""

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -48,39 +49,18 @@ def read_errors() -> Iterator[None]:
         raise error from error.__cause__
 
 
-class _ReadAhead:
-    """A region that a thread reads.
+def _in_thread(read: Callable[[], np.ndarray]) -> Future[np.ndarray]:
+    """Read in a daemon thread: a pool of threads would keep Python from exiting while a read hangs."""
+    values: Future[np.ndarray] = Future()
 
-    Attributes:
-        begin: First position along each dimension.
-        size: Size along each dimension.
-    """
-
-    def __init__(self, read: Callable[[], np.ndarray], begin: np.ndarray, size: np.ndarray) -> None:
-        self.begin, self.size = tuple(begin), tuple(size)
-        self._read = read
-        self._values: np.ndarray | None = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="tflms-sft read ahead", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            self._values = self._read()
-        except BaseException as error:  # Raised again by the read that needs the region.
-            self._error = error
+            values.set_result(read())
+        except BaseException as error:
+            values.set_exception(error)
 
-    def result(self) -> np.ndarray:
-        """Return the region when it has been read.
-
-        Raises:
-            ImageReadError: If it cannot be read.
-        """
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        assert self._values is not None
-        return self._values
+    threading.Thread(target=run, name="tflms-sft read ahead", daemon=True).start()
+    return values
 
 
 class RegionReads:
@@ -107,7 +87,7 @@ class RegionReads:
         self._view = view
         self._planned_shape = planned_shape
         self._lock = threading.Lock()
-        self.ahead: dict[tuple[Any, ...], _ReadAhead] = {}
+        self.ahead: dict[tuple[Any, ...], tuple[list[int], Future[np.ndarray]]] = {}
         self._of_shapes: dict[tuple[int, ...], RegionReads] = {}
         # TensorFlow refers to the function of an op weakly.
         self.read = functools.partial(self)
@@ -133,7 +113,7 @@ class RegionReads:
             if np.all(next_size):
                 begin, size = next_begin.copy(), next_size.copy()
                 with self._lock:
-                    self.ahead[images] = _ReadAhead(lambda: self._read(images, begin, size), begin, size)
+                    self.ahead[images] = [*begin, *size], _in_thread(lambda: self._read(images, begin, size))
             return values
         except ImageReadError as error:
             record_error(error)
@@ -171,11 +151,11 @@ class RegionReads:
     def _take(self, images: tuple[Any, ...], begin: np.ndarray, size: np.ndarray) -> np.ndarray:
         """Return a region, which may have been read ahead."""
         with self._lock:
-            ahead = self.ahead.pop(images, None)
+            place, values = self.ahead.pop(images, (None, None))
             while len(self.ahead) >= MAX_READS_AHEAD:  # Those of steps that ended early.
                 del self.ahead[next(iter(self.ahead))]
-        if ahead is not None and (ahead.begin, ahead.size) == (tuple(begin), tuple(size)):
-            return ahead.result()
+        if values is not None and place == [*begin, *size]:
+            return values.result()
         return self._read(images, begin, size)
 
     def _read(self, images: tuple[Any, ...], begin: np.ndarray, size: np.ndarray) -> np.ndarray:

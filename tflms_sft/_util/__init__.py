@@ -1,1 +1,1 @@
-"""Text, byte sizes, progress lines, bisection and versions of requirements, without TensorFlow."""
+"""Text, byte sizes, progress lines and versions of requirements, without TensorFlow."""

@@ -26,9 +26,8 @@ class Stopwatch:
         seconds: The duration; 0 until the block has ended.
     """
 
-    def __init__(self, slow_seconds: float = SLOW_SECONDS) -> None:
+    def __init__(self) -> None:
         self.seconds = 0.0
-        self._slow_seconds = slow_seconds
         self._start = time.monotonic()
         self._best: float | None = None
 
@@ -38,7 +37,7 @@ class Stopwatch:
 
     def text(self) -> str:
         """Return a text such as `"planned in 12 s"`; empty for a fast block."""
-        return f"planned in {self.seconds:.0f} s" if self.seconds > self._slow_seconds else ""
+        return f"planned in {self.seconds:.0f} s" if self.seconds > SLOW_SECONDS else ""
 
     def state(self) -> str:
         """Return a text such as `"12 s, best plan so far 1.21x the time"`."""
@@ -51,28 +50,18 @@ class Stopwatch:
 
 
 @contextlib.contextmanager
-def told_if_slow(
-    text: str,
-    say: Callable[[str], None] | None,
-    stream: TextIO | None = None,
-    slow_seconds: float | None = None,
-    pause_seconds: float | None = None,
-) -> Iterator[Stopwatch]:
+def told_if_slow(text: str, say: Callable[[str], None] | None, stream: TextIO | None = None) -> Iterator[Stopwatch]:
     """Measure a block, and print `text` if the block is slow, then the time at intervals.
 
     Args:
         text: The line.
         say: Prints a line on `stream`; `None` prints nothing.
         stream: Where `say` prints; by default stdout. On a terminal, one line is updated instead.
-        slow_seconds: Duration after which the line is printed; by default `SLOW_SECONDS`.
-        pause_seconds: Time to the next update; by default `UPDATE_SECONDS` on a terminal, otherwise `SPARSE_SECONDS`.
     """
-    slow_seconds = SLOW_SECONDS if slow_seconds is None else slow_seconds
     stream = sys.stdout if stream is None else stream
-    watch, done, thread = Stopwatch(slow_seconds), threading.Event(), None
+    watch, done, thread = Stopwatch(), threading.Event(), None
     if say is not None:
-        pause = pause_seconds or (UPDATE_SECONDS if stream.isatty() else SPARSE_SECONDS)
-        thread = threading.Thread(target=_tell, args=(text, say, stream, watch, done, slow_seconds, pause), daemon=True)
+        thread = threading.Thread(target=_tell, args=(text, say, stream, watch, done), daemon=True)
         thread.start()
     try:
         yield watch
@@ -83,20 +72,13 @@ def told_if_slow(
             thread.join()
 
 
-def _tell(
-    text: str,
-    say: Callable[[str], None],
-    stream: TextIO,
-    watch: Stopwatch,
-    done: threading.Event,
-    slow_seconds: float,
-    pause: float,
-) -> None:
-    """Print progress until `done` is set; nothing if that happens within `slow_seconds`."""
-    if done.wait(slow_seconds):
+def _tell(text: str, say: Callable[[str], None], stream: TextIO, watch: Stopwatch, done: threading.Event) -> None:
+    """Print progress until `done` is set; nothing if the block is fast."""
+    if done.wait(SLOW_SECONDS):
         return
     if not stream.isatty():
         say(text)
+        pause = SPARSE_SECONDS
         while not done.wait(pause):
             say(f"{text} {watch.state()}")
             pause *= 2
@@ -107,7 +89,7 @@ def _tell(
         stream.write(f"\r{line.ljust(width)}")
         stream.flush()
         width = len(line)
-        if done.wait(pause):
+        if done.wait(UPDATE_SECONDS):
             break
     stream.write("\n")
     stream.flush()

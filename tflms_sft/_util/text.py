@@ -32,17 +32,16 @@ def shortened(names: Sequence[str], most: int, separator: str = ", ") -> str:
 
 
 def table(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
-    """Return the lines of a table with a rule below its headings.
+    """Return the lines of a table with a rule below the first row; `right` are indices of right-aligned columns."""
+    rule = ["-" * max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [f"  {line}" for line in aligned([rows[0], rule, *rows[1:]], right)]
 
-    Args:
-        rows: Cells of each row, headings first.
-        right: Indices of right-aligned columns.
-    """
+
+def aligned(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
+    """Return rows as lines with aligned columns, without trailing spaces."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-
-    def line(cells: Sequence[str]) -> str:
-        fitted = (c.rjust(w) if n in right else c.ljust(w) for n, (c, w) in enumerate(zip(cells, widths, strict=True)))
-        return ("  " + "  ".join(fitted)).rstrip()
-
-    headings, *lines = map(line, rows)
-    return [headings, "  " + "  ".join("-" * width for width in widths), *lines]
+    lines = []
+    for row in rows:
+        cells = (c.rjust(w) if n in right else c.ljust(w) for n, (c, w) in enumerate(zip(row, widths, strict=True)))
+        lines.append("  ".join(cells).rstrip())
+    return lines

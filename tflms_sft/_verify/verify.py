@@ -120,11 +120,7 @@ def verify(step_or_model: Any, batch: Any, params: Any = None, *, steps: int = 1
 
 
 def _with_budget(params: Any) -> Any:
-    """Return `AutoParams` for a budget; any other value unchanged.
-
-    Raises:
-        TypeError: If it is `None`.
-    """
+    """Return `AutoParams` for a budget, and any other value unchanged; refuse `None`."""
     if params is None:
         raise TypeError(
             "`params` must be `SFTParams(...)`, `AutoParams(...)`, `LMSParams(...)` or `PipelineParams(...)`, a list "
@@ -274,14 +270,7 @@ Values = dict[str, Any]
 
 
 class _Run(NamedTuple):
-    """Values that a run of the original or of the rewritten step leaves behind.
-
-    Attributes:
-        results: Results of the step.
-        gradients: Gradients that both graphs hold as tensors, by name.
-        variables: Values of the variables after the run, by name.
-        state: Values of the variables after the run, as tensors.
-    """
+    """Results, shared gradients, and variables by name and as tensors, after a run of either step."""
 
     results: Values
     gradients: Values
@@ -291,13 +280,6 @@ class _Run(NamedTuple):
 
 class _Runs:
     """Runs the original and the rewritten step from given states.
-
-    Args:
-        step: The rewritten step.
-        rewritten: Importer of its graph for this batch.
-        arguments: Arguments of the step.
-        flat: The same as flat tensors.
-        shared: Gradients that are tensors of both graphs.
 
     Attributes:
         handles: (resource, dtype) of each variable.

@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 
 
-def largest(fits: Callable[[int], bool], guess: int, part: float = 0.0, most: int | None = None) -> int:
+def largest(fits: Callable[[int], bool], guess: int, part: float = 0.0) -> int:
     """Return the largest number that fits, found by bisection. All smaller numbers must fit as well.
 
     Args:
         fits: Predicate of a number from 1 up; expensive, so it is called rarely.
         guess: First number to try.
         part: Relative precision: the result may be this fraction below the largest number.
-        most: Largest number to try; `None` for no limit.
 
     Returns:
         The number, 0 if not even 1 fits.
     """
     low, high, stride = 0, None, max(guess // 16, 1)
     trial = max(guess, 1)
-    while low != most and (high is None or high - low > max(1, int(part * low))):
-        trial = trial if most is None else min(trial, most)
+    while high is None or high - low > max(1, int(part * low)):
         if fits(trial):
             low = trial
         else:
@@ -33,7 +31,7 @@ def largest(fits: Callable[[int], bool], guess: int, part: float = 0.0, most: in
     return low
 
 
-def extrapolated(peak: Callable[[int], int], memory: int, few: int, more: int, power: int = 1) -> int:
+def extrapolated(peak: Callable[[int], int], memory: int, few: int, more: int) -> int:
     """Return a number whose peak is about `memory`, by two steps of the secant method.
 
     Args:
@@ -41,12 +39,11 @@ def extrapolated(peak: Callable[[int], int], memory: int, few: int, more: int, p
         memory: Wanted peak in bytes.
         few: First number.
         more: Second number.
-        power: Exponent with which the peak grows: 2 for the rows of a square image.
     """
     for _ in range(2):
-        per_image = max((peak(more) - peak(few)) / (more**power - few**power), 1.0)
-        guess = min(more**power + int((memory - peak(more)) / per_image), (16 * more) ** power)
-        few, more = more, max(int(max(guess, 1) ** (1 / power)), 1)
+        per_image = max((peak(more) - peak(few)) / (more - few), 1.0)
+        guess = min(more + int((memory - peak(more)) / per_image), 16 * more)
+        few, more = more, max(guess, 1)
         if few == more:
             break
     return more
