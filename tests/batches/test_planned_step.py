@@ -12,6 +12,7 @@ from keras import layers
 from training import SETTINGS, X, Y, both, budgeted, is_plain, measure_steps, net, same, same_history, tiles
 
 import tflms_sft
+from tflms_sft._batches import size_selector
 from tflms_sft._batches.batch_limits import check_batch_shape
 from tflms_sft._batches.planned_step import EXTENSION, MARGIN, BatchSizes, PlannedStep, shapes_of
 from tflms_sft._batches.size_selector import SizeSelector
@@ -211,10 +212,11 @@ def test_second_size_over_budget_raises_and_restores():
     assert "This batch of 4x960x24x3 follows batches of other sizes" in str(error.value)
 
 
-def test_selector_has_a_step_for_each_size_and_lets_the_step_find_the_end_of_data():
+def test_selector_has_a_step_for_each_size_and_lets_the_step_find_the_end_of_data(monkeypatch):
     """Plain training, too, calls the step once more: TensorFlow may count an iteration of the optimizer then."""
+    monkeypatch.setattr(size_selector, "MANY_SIZES", 2)
     told, functions = [], itertools.count()
-    sizes = SizeSelector(net(), RewriteRequest(), lambda: next(functions), tell=told.append, many=2)
+    sizes = SizeSelector(net(), RewriteRequest(), lambda: next(functions), tell=told.append)
     data, steps = iter(dataset([cut(24), cut(18), cut(24)])), []
     for _ in range(3):
         batches, peeked = sizes.take(data)
@@ -418,7 +420,7 @@ def test_step_for_equal_sizes_has_no_estimates_of_unlike_sizes():
     concrete_fn = step.get_concrete_function(*specs)
 
     def peak(traced):
-        return predict(traced, [])[0].peak_bytes
+        return predict(traced, []).peak.peak_bytes
 
     unlike, equal = (analyse_step(concrete_fn, LayerRecord(), 400, sizes=sizes) for sizes in ({0: 100, 1: 50}, {}))
     assert peak(with_sizes(unlike, {0: 400, 1: 400})) == peak(equal) > peak(unlike)

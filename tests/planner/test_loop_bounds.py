@@ -35,7 +35,7 @@ def test_no_peak_is_below_its_lower_bound(net, allocator, plan_with):
         segment = barriers.segment("segment1", checkpoints)
         for halo, tiles in ((h, n) for h in Halo for n in (1, 3)):
             plans = [plan_segment(step.analysis, segment, Grid(1, (tiles, 1)), Grid(2, (2 * tiles, 1)), halo)]
-            bound, peak = least_peak(step, plans), predict(step, plans)[0].peak_bytes
+            bound, peak = least_peak(step, plans), predict(step, plans).peak.peak_bytes
             assert 0.6 * peak <= bound <= peak
     swaps = SwapSearch(step, plans, SwapParams(tier="disk", min_bytes=0))
     bound = least_peak(step, plans, swapped=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -23,7 +24,6 @@ from tflms_sft._keras import messages
 from tflms_sft._keras.model_checks import variable_bytes
 from tflms_sft._machine.calibration import machine_rates, stored_rates
 from tflms_sft._params.request import RewriteRequest
-from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._pipeline.build import build_pipeline
 from tflms_sft._planner.traced_step import TracedStep, analyse_step, collector_paused
 from tflms_sft._report.plan import Plan, amend_plan
@@ -57,25 +57,6 @@ class Excesses:
         return Excesses, ()
 
 
-@dataclasses.dataclass
-class _Correction:
-    """The measured peaks of one planned step.
-
-    Attributes:
-        excess_bytes: Measured peak less the predicted peak of the previous plan; `None` before there is one.
-        excess_before: `excess_bytes` of the plan that was discarded because a later step exceeded the budget.
-        later_peak: Peak of a later step of the present plan that exceeded the budget.
-        is_replanned: Whether the plan is corrected by the measured peak of an earlier one.
-        keeps_plan: Whether no corrected plan fits, so that the present one stays.
-    """
-
-    excess_bytes: int | None = None
-    excess_before: int | None = None
-    later_peak: Measurement | None = None
-    is_replanned: bool = False
-    keeps_plan: bool = False
-
-
 @dataclasses.dataclass(eq=False)
 class Replanner:
     """Has a step planned again after it exceeded its budget, with a memory model that accounts for the measured peak.
@@ -93,29 +74,15 @@ class Replanner:
     has_epochs: bool
     is_used: Callable[[], bool]
     say: Callable[[str], None] | None
-    _corrections: weakref.WeakKeyDictionary[PlannedStep, _Correction] = dataclasses.field(
-        init=False, default_factory=weakref.WeakKeyDictionary
-    )
-
-    def _of(self, step: PlannedStep) -> _Correction:
-        return self._corrections.setdefault(step, _Correction())
 
     def excess_bytes(self, step: PlannedStep) -> int:
         """Return measured less predicted peak of an earlier plan: of this step, else of the latest one of the model."""
-        of_step = self._of(step).excess_bytes
+        of_step = step.correction.excess_bytes
         return self.excesses.of(self.model, self.kind) if of_step is None else of_step
-
-    def is_replanned(self, step: PlannedStep) -> bool:
-        """Tell whether a plan is corrected by the measured peak of the first step of an earlier one."""
-        return self._of(step).is_replanned
-
-    def is_corrected(self, step: PlannedStep) -> bool:
-        """Tell whether the next plan of a step replaces one that exceeded the budget."""
-        return self.is_replanned(step) or self._of(step).excess_before is not None
 
     def _correct(self, step: PlannedStep, excess_bytes: int) -> None:
         """Correct the next plan of this step, and the first plans of other sizes and trainings."""
-        self._of(step).excess_bytes = excess_bytes
+        step.correction.excess_bytes = excess_bytes
         self.excesses.set(self.model, self.kind, excess_bytes)
 
     def check_first_run(self, step: PlannedStep, plan: Plan) -> None:
@@ -124,7 +91,7 @@ class Replanner:
         Raises:
             BudgetError: If the plan was corrected before.
         """
-        correction = self._of(step)
+        correction = step.correction
         if plan.measured is None or not messages.exceeds_budget(plan) or correction.keeps_plan:
             return
         if correction.is_replanned:
@@ -137,7 +104,7 @@ class Replanner:
 
     def check_later_run(self, step: PlannedStep, plan: Plan, measured: Measurement | None) -> None:
         """Say once for each plan that a later step exceeded the budget; the next epoch, if any, is planned again."""
-        correction = self._of(step)
+        correction = step.correction
         is_done = correction.later_peak is not None or correction.keeps_plan
         if measured is None or is_done or not messages.exceeds_budget(plan, measured):
             return
@@ -150,7 +117,7 @@ class Replanner:
         The peak of that step corrects the memory model. If no corrected plan fits, the present one stays.
         """
         for step in steps:
-            correction = self._of(step)
+            correction = step.correction
             peak, correction.later_peak = correction.later_peak, None
             if peak is not None and step.plan is not None:
                 correction.excess_before = self.excess_bytes(step)
@@ -163,7 +130,7 @@ class Replanner:
         Raises:
             BudgetError: If no plan fits.
         """
-        correction = self._of(step)
+        correction = step.correction
         traced = dataclasses.replace(traced, excess_bytes=self.excess_bytes(step))
         before, correction.excess_before = correction.excess_before, None
         try:
@@ -202,7 +169,7 @@ class StepPlanner:
 
     def rates(self) -> MachineRates:
         """Return the measured rates of the machine; without a budget, those of an earlier measurement."""
-        return machine_rates(self.say) if self.request.has_budget else stored_rates()
+        return stored_rates() if self.request.budget is None else machine_rates(self.say)
 
     def rewrite(self, method: Callable[[Any], Any], specs: Any, open_specs: Any) -> tuple[StepImporter, Any]:
         """Trace and rewrite a step for `specs`; trace it for `open_specs`, of any size, if nothing is rewritten.
@@ -218,19 +185,21 @@ class StepPlanner:
         step.sizes.set_arguments(specs)
         shape = self.sizes.image_batch_shape
         check_batch_shape(open_specs, self.batch_shape, self.model.name)
-        if shape is None and self.request.has_budget:
+        if shape is None and self.request.budget is not None:
             require_batch_size(traced)
-        aim = self.request.aim(again=self.replanner.is_corrected(step))
+        is_corrected = step.correction.is_replanned or step.correction.excess_before is not None
+        aim = self.request.aim(again=is_corrected)
         with collector_paused(), told_if_slow(f"tflms-sft: {aim} ...", self.say) as stopwatch:
             analysed, importer, plan = self._plan(traced, record, stopwatch)
-        if not self.request.has_budget:  # Nothing is planned again.
+        if self.request.budget is None:  # Nothing is planned again.
             self._trace = self._analysis = None
         if len(self.sizes.steps) > 1 and shape is not None:
             plan = amend_plan(plan, f"for batches of {step.sizes.text()}; each size has its own plan")
         if step.plan is None:
-            tiles, limit = self.request.tiles, None
-            if isinstance(tiles, AutoParams):
-                limit = BatchLimit(plan, analysed, tiles, tell=lambda text: messages.tell(self.say, text))
+            limit = None
+            if self.request.budget is not None:
+                tell = functools.partial(messages.tell, self.say)
+                limit = BatchLimit(plan, analysed, self.request.budget, tell=tell)
             step.settle(plan, stopwatch, analysed.variables, limit)
             self.on_plan(plan)
         if self.sizes.is_selecting and not plan.changed and (specs != open_specs or step.sizes.image_shapes):
