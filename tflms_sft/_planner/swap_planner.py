@@ -64,14 +64,7 @@ def overlaps(traced: TracedStep, params: SwapParams) -> bool:
 
 
 class SwapTiming:
-    """Times of the ops of a graph that is prepared for swaps, and of transfers beside them.
-
-    Args:
-        traced: The step.
-        plans: Its segments.
-        analysis: Analysis of its graph, tiled or not, prepared for swaps.
-        params: Parameters of the swaps.
-    """
+    """Times of the ops of a graph, tiled or not, that is prepared for swaps, and of transfers beside them."""
 
     def __init__(
         self, traced: TracedStep, plans: Sequence[SegmentPlan], analysis: GraphAnalysis, params: SwapParams
@@ -117,13 +110,8 @@ class SwapTiming:
     def peak(self, result: SwapResult, params: SwapParams, away: Container[Node], limit: int | None) -> Peak:
         """Return the predicted peak of a step with swaps; where transfers take time, the higher one of two orders.
 
-        In the first order swap-ins take no time. In the simulated one ops that wait for no swap-in run early.
-
-        Args:
-            result: The step with swaps.
-            params: Their parameters.
-            away: Swap-outs whose results are not in the device's memory.
-            limit: As for `predicted_peak`.
+        In the first order swap-ins take no time. In the simulated one ops that wait for no swap-in run early. Results
+        of the swap-outs in `away` are not in the device's memory; `limit` is that of `predicted_peak`.
         """
         traced, slow = self._traced, out_seconds(self._traced, result.swap_outs, params)
         orders = [None, self._simulated(result).order] if self._overlaps else [None]
@@ -170,13 +158,7 @@ class NothingToSwapError(SwapError):
 
 
 def apply_swaps(traced: TracedStep, graph: Graph, params: SwapParams, plans: Sequence[SegmentPlan] = ()) -> Swapped:
-    """Insert swaps into a graph.
-
-    Args:
-        traced: The step.
-        graph: Its graph, tiled or not.
-        params: Tensors to swap, and where to.
-        plans: Segments that are tiled in the graph.
+    """Insert swaps into a graph of a step, in which the segments of `plans` are tiled.
 
     Raises:
         NothingToSwapError: If nothing can be swapped.
@@ -209,14 +191,7 @@ def apply_swaps(traced: TracedStep, graph: Graph, params: SwapParams, plans: Seq
 def swap_in_stages(
     traced: TracedStep, staged: StagedStep, params: SwapParams, devices: Sequence[str], micro_batches: int
 ) -> tuple[StagedStep, HostTier | DiskTier]:
-    """Insert swaps into the stages of a pipeline.
-
-    Args:
-        traced: The step of a micro-batch.
-        staged: Its stages, tiled or not.
-        params: Tensors to swap, and where to.
-        devices: Devices of the stages.
-        micro_batches: Number of micro-batches of a step.
+    """Insert swaps into the stages, tiled or not, of the step of a micro-batch.
 
     Raises:
         SwapError: As `apply_swaps` raises it, and for stages on other machines.
@@ -254,14 +229,10 @@ def prepared(traced: TracedStep, graph: Graph, params: SwapParams) -> GraphAnaly
 
 
 def check_here(traced: TracedStep, devices: Iterable[str] = ()) -> None:
-    """Refuse a step on several machines.
+    """Refuse a step on several machines, further devices that it is to run on included.
 
     A Python function that a graph calls runs in the program that created it, wherever the op is placed. The swapped
     tensors of a worker would cross the network to this machine and back.
-
-    Args:
-        traced: The step.
-        devices: Further devices that it is to run on.
 
     Raises:
         SwapError: With the devices.
@@ -306,15 +277,9 @@ def reason_without_tier(params: SwapParams, device: DeviceModel) -> str:
 def swapped_seconds(
     traced: TracedStep, graph: Graph, swaps: Iterable[Swap], params: SwapParams, seconds: float, waiting: float | None
 ) -> float:
-    """Return the time of a step with swaps.
+    """Return the time of a step whose graph is prepared for swaps, given its time without swaps.
 
-    Args:
-        traced: The step.
-        graph: Its graph, prepared for swaps.
-        swaps: The swaps.
-        params: Their parameters.
-        seconds: Time without swaps.
-        waiting: Time by which transfers delay the step, if it was simulated.
+    `waiting` is the time by which transfers delay the step, if that was simulated.
     """
     seconds += _serialisation_seconds(traced, graph) + _recomputation_seconds(traced, graph)
     if waiting is not None:
@@ -456,14 +421,7 @@ def _nothing(analysis: GraphAnalysis, params: SwapParams, plan: SwapPlan, batch:
 
 
 def described(swaps: Iterable[Swap], batch: int, names: PeakNames, graph: Graph) -> tuple[PlannedSwap, ...]:
-    """Return the records of swaps in a plan.
-
-    Args:
-        swaps: The swaps.
-        batch: Batch size.
-        names: Display names of the original step.
-        graph: Graph that the swaps were planned for.
-    """
+    """Return the records of the swaps that were planned for a graph, by the display names of the original step."""
     return tuple(
         PlannedSwap(
             tensor=names.tensor_called(s.tensor.name, graph)

@@ -57,12 +57,10 @@ class ChainSearch:
 
     def may_fit_with_swaps(self, limit: int) -> bool:
         """Return true: this search has no lower bounds."""
-        del limit
         return True
 
     def least_seconds(self, limit: int) -> float:
         """Return 0: a bound of the time takes as long as the search."""
-        del limit
         return 0.0
 
     def proposed(self, target: int) -> Candidate | None:
