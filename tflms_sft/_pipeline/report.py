@@ -25,11 +25,11 @@ from rewriters.swapping.tiers import DiskTier, HostTier
 from rewriters.tiling.ft_segments import SkippedOps
 from tflms_sft._params import device_names
 from tflms_sft._params.swap_params import SwapParams
-from tflms_sft._planner import swap_planner
-from tflms_sft._planner.plan_description import described_segments, peak_names, prediction, reasons
+from tflms_sft._planner.plan_description import described_segments, prediction, reasons
+from tflms_sft._planner.swap_planner import with_swap_records
 from tflms_sft._planner.traced_step import TracedStep, analyse_step, predict
 from tflms_sft._report.pipeline_plan import PlannedPipeline, PlannedStage
-from tflms_sft._report.plan import Plan
+from tflms_sft._report.plan import Plan, amend_plan
 from tflms_sft._report.plan_records import PlannedSwap, Prediction
 from tflms_sft._trace.batch_traces import BatchTraces
 from tflms_sft._trace.layer_names import captured, display_names
@@ -224,19 +224,11 @@ def plan_of(planned: Planned) -> Plan:
 
 def _with_swaps(planned: Planned, tier: HostTier | DiskTier, plan: Plan) -> Plan:
     """Return the plan with the swaps of one micro-batch."""
-    staged, batch = planned.staged, planned.traced.batch
-    names, graph = peak_names(planned.traced), staged.analysis.graph
-    planned_swaps = swap_planner.described(staged.swaps, batch, names, graph)
+    staged = planned.staged
+    plan = with_swap_records(plan, planned.traced, staged.analysis.graph, staged.swaps, staged.left, tier)
     slotted = set(scheduled_ops(staged.analysis, staged.parts, staged.stages))
-    return dataclasses.replace(
-        plan,
-        swaps=tuple(
-            _in_stages(planned, slotted, swap, one) for swap, one in zip(staged.swaps, planned_swaps, strict=True)
-        ),
-        swap_tier="host" if isinstance(tier, HostTier) else "disk",
-        not_swapped=swap_planner.described_reasons(staged.left, names, graph),
-        notes=swap_planner.notes(tier),
-    )
+    pairs = zip(staged.swaps, plan.swaps, strict=True)
+    return amend_plan(plan, swaps=tuple(_in_stages(planned, slotted, swap, record) for swap, record in pairs))
 
 
 def _in_stages(planned: Planned, slotted: Container[Node], swap: Swap, planned_swap: PlannedSwap) -> PlannedSwap:

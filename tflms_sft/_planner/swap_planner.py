@@ -32,8 +32,9 @@ from rewriters.swapping.transfer_schedule import LeadTimes, Timetable, concurren
 from tflms_sft._machine.memory_info import exceeds_page_cache
 from tflms_sft._params.device_names import machine_of, remote_devices
 from tflms_sft._params.swap_params import SwapParams
+from tflms_sft._planner.plan_description import peak_names
 from tflms_sft._planner.traced_step import TracedStep, op_times, predicted_peak
-from tflms_sft._report.peak_report import PeakNames
+from tflms_sft._report.plan import Plan, amend_plan
 from tflms_sft._report.plan_records import PlannedSwap
 from tflms_sft._util.byte_sizes import format_bytes
 from tflms_sft._util.open_files import open_descriptors, open_file_limits
@@ -322,16 +323,6 @@ def _recomputation_seconds(traced: TracedStep, graph: Graph) -> float:
     return sum(traced.costs.op(pool) for pool in pools if pool is not None)
 
 
-def notes(tier: HostTier | DiskTier) -> tuple[str, ...]:
-    """Return notes for the user about the tier."""
-    if isinstance(tier, DiskTier) and is_in_memory(tier.store.directory):
-        directory = repr(tier.store.directory)
-        return (
-            f"{directory} is in memory, so swapping to it saves no memory: pass a directory on disk as `spill_dir`",
-        )
-    return ()
-
-
 def no_room(tier: HostTier | DiskTier, swaps: Sequence[Swap], batch: int, times: int = 1) -> str:
     """Return the reason why a tier lacks room for `times` copies of the swaps now, with the remedy; empty if it has."""
     if not isinstance(tier, DiskTier):
@@ -420,21 +411,35 @@ def _nothing(analysis: GraphAnalysis, params: SwapParams, plan: SwapPlan, batch:
     )
 
 
-def described(swaps: Iterable[Swap], batch: int, names: PeakNames, graph: Graph) -> tuple[PlannedSwap, ...]:
-    """Return the records of the swaps that were planned for a graph, by the display names of the original step."""
-    return tuple(
+def with_swap_records(
+    plan: Plan,
+    traced: TracedStep,
+    graph: Graph,
+    swaps: Iterable[Swap],
+    left: Iterable[tuple[str, str]],
+    tier: HostTier | DiskTier,
+) -> Plan:
+    """Return a plan with the records of the swaps in a graph, and of tensors that stay, by their display names."""
+    names = peak_names(traced)
+    records = [
         PlannedSwap(
             tensor=names.tensor_called(s.tensor.name, graph)
             if s.saved is None
             else names.element(s.tensor.node.name, s.saved.element),
-            num_bytes=s.tensor.num_bytes(batch),
+            num_bytes=s.tensor.num_bytes(traced.batch),
             readers=tuple(tuple(reader.name for reader in way.readers) for way in s.swap_ins),
             controls=tuple(way.control.name for way in s.swap_ins),
         )
         for s in swaps
+    ]
+    note = ""
+    if isinstance(tier, DiskTier) and is_in_memory(tier.store.directory):
+        directory = repr(tier.store.directory)
+        note = f"{directory} is in memory, so swapping to it saves no memory: pass a directory on disk as `spill_dir`"
+    return amend_plan(
+        plan,
+        note,
+        swaps=tuple(records),
+        swap_tier="host" if isinstance(tier, HostTier) else "disk",
+        not_swapped=tuple((names.tensor_called(name, graph), names.in_text(why, graph)) for name, why in left),
     )
-
-
-def described_reasons(left: Iterable[tuple[str, str]], names: PeakNames, graph: Graph) -> tuple[tuple[str, str], ...]:
-    """Return tensors that stay, by display names, with the reasons; arguments as for `described`."""
-    return tuple((names.tensor_called(tensor, graph), names.in_text(reason, graph)) for tensor, reason in left)

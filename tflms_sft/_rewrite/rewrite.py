@@ -21,23 +21,15 @@ from rewriters.ir.legality import is_swap
 from rewriters.ir.region_reads import has_known_shape, region_reads
 from rewriters.scheduling.updates_after_reads import RunUpdatesAfterReads
 from rewriters.step_importer import StepImporter
-from rewriters.swapping.tiers import HostTier
 from tflms_sft._batches.batch_limits import BatchLimit
 from tflms_sft._machine.calibration import machine_rates, stored_rates
 from tflms_sft._params.request import RewriteRequest, parse_request
 from tflms_sft._params.tile_params import AutoParams, SFTParams
 from tflms_sft._pipeline.build import build_pipeline
 from tflms_sft._planner.budget_search import NO_SWAPS, BudgetPlan, limit_of, plans_within_budget
-from tflms_sft._planner.plan_description import emit_and_describe, peak_names, prediction
+from tflms_sft._planner.plan_description import emit_and_describe, prediction
 from tflms_sft._planner.requested_tiles import plan_sft
-from tflms_sft._planner.swap_planner import (
-    NothingToSwapError,
-    apply_swaps,
-    described,
-    described_reasons,
-    notes,
-    swapped_seconds,
-)
+from tflms_sft._planner.swap_planner import NothingToSwapError, apply_swaps, swapped_seconds, with_swap_records
 from tflms_sft._planner.traced_step import (
     Candidate,
     TracedStep,
@@ -240,16 +232,9 @@ def _emitted(traced: TracedStep, choice: BudgetPlan, budget: int | None) -> tupl
     seconds = seconds_of(traced, choice.plans)
     seconds = swapped_seconds(traced, swapped.graph, swapped.swaps, choice.swaps, seconds, swapped.waiting)
     ratio = seconds / traced.seconds
-    shown = peak_names(traced)
-    plan = amend_plan(
-        plan,
-        *notes(swapped.tier),
-        changed=True,
-        predicted=prediction(traced, Candidate(choice.plans, swapped.peak(limit), ratio), swapped.graph),
-        swaps=described(swapped.swaps, traced.batch, shown, graph),
-        swap_tier="host" if isinstance(swapped.tier, HostTier) else "disk",
-        not_swapped=described_reasons(swapped.left, shown, graph),
-    )
+    predicted = prediction(traced, Candidate(choice.plans, swapped.peak(limit), ratio), swapped.graph)
+    plan = with_swap_records(plan, traced, graph, swapped.swaps, swapped.left, swapped.tier)
+    plan = amend_plan(plan, changed=True, predicted=predicted)
     return StepImporter(swapped.graph, traced.concrete_fn, swapped.tier, files), plan
 
 
