@@ -16,7 +16,8 @@ from tflms_sft._batches import size_selector
 from tflms_sft._batches.batch_limits import check_batch_shape
 from tflms_sft._batches.planned_step import EXTENSION, MARGIN, BatchSizes, PlannedStep, shapes_of
 from tflms_sft._batches.size_selector import SizeSelector
-from tflms_sft._keras.step_planner import Excesses, Replanner
+from tflms_sft._keras.peak_watch import PeakWatch
+from tflms_sft._keras.step_planner import Excesses, StepPlanner
 from tflms_sft._params.request import RewriteRequest
 from tflms_sft._planner.traced_step import analyse_step, predict, with_sizes
 from tflms_sft._report.plan_records import Measurement
@@ -270,16 +271,23 @@ def test_each_size_is_corrected_by_its_own_peak(excess):
     """A size that has kept to its budget is corrected by the latest peak of the model."""
     model, functions = net(), itertools.count()
     steps = [PlannedStep(lambda: next(functions)) for _ in range(2)]
-    replanner = Replanner(model, TRAINING, Excesses(), has_epochs=True, is_used=bool, say=print)
+    sizes = types.SimpleNamespace(steps=steps)
+    planner = StepPlanner(
+        *(model, TRAINING, RewriteRequest(), None, sizes, PeakWatch()),
+        excesses=Excesses(),
+        has_epochs=True,
+        on_plan=print,
+        say=print,
+    )
     for number, step in enumerate(steps):
         plan = types.SimpleNamespace(memory_budget=1000, predicted=types.SimpleNamespace(peak_bytes=1000))
         step.settle(plan, None, [])
         peak = 1000 + excess.get(number, 0)
-        replanner.check_later_run(step, plan, Measurement(peak, "a test"))
+        planner.check_later_run(step, plan, Measurement(peak, "a test"))
     for _ in range(2):
-        replanner.plan_again(steps)
+        planner.plan_again()
     assert [step.plan is None for step in steps] == [number in excess for number in (0, 1)]
-    assert [replanner.excess_bytes(step) for step in steps] == [20, excess.get(1, 20)]
+    assert [planner.excess_bytes(step) for step in steps] == [20, excess.get(1, 20)]
     assert next(functions) == len(excess)
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -22,6 +22,7 @@ from tflms_sft._batches.planned_step import PlannedStep
 from tflms_sft._batches.size_selector import SizeSelector
 from tflms_sft._keras import messages
 from tflms_sft._keras.model_checks import variable_bytes
+from tflms_sft._keras.peak_watch import PeakWatch
 from tflms_sft._machine.calibration import machine_rates, stored_rates
 from tflms_sft._params.request import RewriteRequest
 from tflms_sft._pipeline.build import build_pipeline
@@ -58,101 +59,18 @@ class Excesses:
 
 
 @dataclasses.dataclass(eq=False)
-class Replanner:
-    """Has a step planned again after it exceeded its budget, with a memory model that accounts for the measured peak.
-
-    Attributes:
-        excesses: Measured less predicted peaks of earlier plans, which this object extends.
-        has_epochs: Whether `plan_again` is called for each epoch.
-        is_used: Tells whether much other memory had been in use in the process before the first step.
-        say: Called with lines; `None` warns.
-    """
-
-    model: Any
-    kind: StepKind
-    excesses: Excesses
-    has_epochs: bool
-    is_used: Callable[[], bool]
-    say: Callable[[str], None] | None
-
-    def excess_bytes(self, step: PlannedStep) -> int:
-        """Return measured less predicted peak of an earlier plan: of this step, else of the latest one of the model."""
-        of_step = step.correction.excess_bytes
-        return self.excesses.of(self.model, self.kind) if of_step is None else of_step
-
-    def _correct(self, step: PlannedStep, excess_bytes: int) -> None:
-        """Correct the next plan of this step, and the first plans of other sizes and trainings."""
-        step.correction.excess_bytes = excess_bytes
-        self.excesses.set(self.model, self.kind, excess_bytes)
-
-    def check_first_run(self, step: PlannedStep, plan: Plan) -> None:
-        """Discard a plan whose first step exceeded the budget, so that the next step is planned with a corrected model.
-
-        Raises:
-            BudgetError: If the plan was corrected before.
-        """
-        correction = step.correction
-        if plan.measured is None or not messages.exceeds_budget(plan) or correction.keeps_plan:
-            return
-        if correction.is_replanned:
-            raise messages.over_budget_error(plan, is_used=self.is_used())
-        if self.say is None:  # Otherwise `on_measured` has printed a line.
-            warnings.warn(messages.over_budget_warning(plan), stacklevel=2)
-        correction.is_replanned = True
-        self._correct(step, plan.measured.peak_bytes - plan.predicted.peak_bytes)
-        step.plan_again()
-
-    def check_later_run(self, step: PlannedStep, plan: Plan, measured: Measurement | None) -> None:
-        """Say once for each plan that a later step exceeded the budget; the next epoch, if any, is planned again."""
-        correction = step.correction
-        is_done = correction.later_peak is not None or correction.keeps_plan
-        if measured is None or is_done or not messages.exceeds_budget(plan, measured):
-            return
-        correction.later_peak = measured
-        messages.tell(self.say, messages.later_excess_line(plan, measured, has_epochs=self.has_epochs))
-
-    def plan_again(self, steps: Iterable[PlannedStep]) -> None:
-        """Discard the plans that a later step exceeded the budget with, so that the next step is planned again.
-
-        The peak of that step corrects the memory model. If no corrected plan fits, the present one stays.
-        """
-        for step in steps:
-            correction = step.correction
-            peak, correction.later_peak = correction.later_peak, None
-            if peak is not None and step.plan is not None:
-                correction.excess_before = self.excess_bytes(step)
-                self._correct(step, peak.peak_bytes - step.plan.predicted.peak_bytes)
-                step.plan_again()
-
-    def rewrite(self, step: PlannedStep, traced: TracedStep, request: RewriteRequest) -> tuple[StepImporter, Plan]:
-        """Rewrite a step with the corrected model; if no plan fits after a later peak, as before that peak.
-
-        Raises:
-            BudgetError: If no plan fits.
-        """
-        correction = step.correction
-        traced = dataclasses.replace(traced, excess_bytes=self.excess_bytes(step))
-        before, correction.excess_before = correction.excess_before, None
-        try:
-            return rewrite_traced(traced, request)
-        except BudgetError:
-            if before is None:
-                raise
-        correction.keeps_plan = True
-        messages.tell(self.say, messages.NO_SMALLER_PLAN)
-        self._correct(step, before)
-        return rewrite_traced(dataclasses.replace(traced, excess_bytes=before), request)
-
-
-@dataclasses.dataclass(eq=False)
 class StepPlanner:
     """Plans the steps of a model.
 
+    A step that exceeded its budget is planned again, with a memory model that accounts for the measured peak.
+
     Attributes:
         batch_shape: Shape of the largest batch of images; `None` for that of the first batch.
-        devices: GPUs of several replicas; empty for the planned device.
+        watch: Measures the steps, on the GPUs of several replicas or on the planned device.
+        excesses: Measured less predicted peaks of earlier plans, which this object extends.
+        has_epochs: Whether `plan_again` is called for each epoch.
         on_plan: Called with every new plan.
-        say: Called with lines about operations that take long; `None` prints none.
+        say: Called with lines about peaks, and operations that take long; `None` warns about peaks.
     """
 
     model: Any
@@ -160,8 +78,9 @@ class StepPlanner:
     request: RewriteRequest
     batch_shape: tuple[int, ...] | None
     sizes: SizeSelector
-    replanner: Replanner
-    devices: Sequence[str]
+    watch: PeakWatch
+    excesses: Excesses
+    has_epochs: bool
     on_plan: Callable[[Plan], None]
     say: Callable[[str], None] | None
     _trace: tuple[Hashable, Any, LayerRecord] | None = dataclasses.field(init=False, default=None)
@@ -228,7 +147,7 @@ class StepPlanner:
                 variables = variable_bytes(self.model, {id(tensor) for tensor in traced.captured_inputs})
             analysed = analyse_step(traced, record, batch, mode, sizes=sizes)
             variables = (*analysed.variables, *variables)
-            self._analysis = key, dataclasses.replace(analysed, variables=variables, devices=self.devices)
+            self._analysis = key, dataclasses.replace(analysed, variables=variables, devices=self.watch.devices)
         # A copy with equal rates shares the models.
         self._analysis = key, dataclasses.replace(self._analysis[1], rates=self.rates())
         return self._analysis[1]
@@ -243,12 +162,12 @@ class StepPlanner:
         if shape is not None and self.batch_shape is not None:
             step.sizes.raise_batch(shape[0])
         analysed = self._analysed(traced, record, shape[0] if shape else None)
-        is_used = self.replanner.is_used()
+        is_used = bool(self.watch.has_earlier_work)
         analysed = dataclasses.replace(analysed, found=stopwatch.found, in_used_process=is_used)
         is_first = step is self.sizes.steps[0]  # A saved plan is for the first size alone.
         request = self.request if is_first else self.request.without_plan()
         try:
-            return analysed, *self.replanner.rewrite(step, analysed, request)
+            return analysed, *self._rewrite_corrected(step, analysed, request)
         except BudgetError as error:
             if not step.sizes.drop_margin():
                 if len(self.sizes.steps) > 1:
@@ -268,3 +187,73 @@ class StepPlanner:
             step.settle(plan, stopwatch, tf_internals.variable_sizes(traced))
             self.on_plan(plan)
         return importer
+
+    def excess_bytes(self, step: PlannedStep) -> int:
+        """Return measured less predicted peak of an earlier plan: of this step, else of the latest one of the model."""
+        of_step = step.correction.excess_bytes
+        return self.excesses.of(self.model, self.kind) if of_step is None else of_step
+
+    def _correct(self, step: PlannedStep, excess_bytes: int) -> None:
+        """Correct the next plan of this step, and the first plans of other sizes and trainings."""
+        step.correction.excess_bytes = excess_bytes
+        self.excesses.set(self.model, self.kind, excess_bytes)
+
+    def check_first_run(self, step: PlannedStep, plan: Plan) -> None:
+        """Discard a plan whose first step exceeded the budget, so that the next step is planned with a corrected model.
+
+        Raises:
+            BudgetError: If the plan was corrected before.
+        """
+        correction = step.correction
+        if plan.measured is None or not messages.exceeds_budget(plan) or correction.keeps_plan:
+            return
+        if correction.is_replanned:
+            raise messages.over_budget_error(plan, is_used=bool(self.watch.has_earlier_work))
+        if self.say is None:  # Otherwise the line with the measured peak says so.
+            warnings.warn(messages.over_budget_warning(plan), stacklevel=2)
+        correction.is_replanned = True
+        self._correct(step, plan.measured.peak_bytes - plan.predicted.peak_bytes)
+        step.plan_again()
+
+    def check_later_run(self, step: PlannedStep, plan: Plan, measured: Measurement | None) -> None:
+        """Say once for each plan that a later step exceeded the budget; the next epoch, if any, is planned again."""
+        correction = step.correction
+        is_done = correction.later_peak is not None or correction.keeps_plan
+        if measured is None or is_done or not messages.exceeds_budget(plan, measured):
+            return
+        correction.later_peak = measured
+        messages.tell(self.say, messages.later_excess_line(plan, measured, has_epochs=self.has_epochs))
+
+    def plan_again(self) -> None:
+        """Discard the plans that a later step exceeded the budget with, so that the next step is planned again.
+
+        The peak of that step corrects the memory model. If no corrected plan fits, the present one stays.
+        """
+        for step in self.sizes.steps:
+            correction = step.correction
+            peak, correction.later_peak = correction.later_peak, None
+            if peak is not None and step.plan is not None:
+                correction.excess_before = self.excess_bytes(step)
+                self._correct(step, peak.peak_bytes - step.plan.predicted.peak_bytes)
+                step.plan_again()
+
+    def _rewrite_corrected(
+        self, step: PlannedStep, traced: TracedStep, request: RewriteRequest
+    ) -> tuple[StepImporter, Plan]:
+        """Rewrite a step with the corrected model; if no plan fits after a later peak, as before that peak.
+
+        Raises:
+            BudgetError: If no plan fits.
+        """
+        correction = step.correction
+        traced = dataclasses.replace(traced, excess_bytes=self.excess_bytes(step))
+        before, correction.excess_before = correction.excess_before, None
+        try:
+            return rewrite_traced(traced, request)
+        except BudgetError:
+            if before is None:
+                raise
+        correction.keeps_plan = True
+        messages.tell(self.say, messages.NO_SMALLER_PLAN)
+        self._correct(step, before)
+        return rewrite_traced(dataclasses.replace(traced, excess_bytes=before), request)

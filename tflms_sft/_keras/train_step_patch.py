@@ -22,7 +22,7 @@ from tflms_sft._keras.peak_watch import PeakWatch
 from tflms_sft._keras.replicas import Replicas, StrategyProxy, merges_replicas, num_replicas
 from tflms_sft._keras.slow_steps import SlowSteps
 from tflms_sft._keras.step_installer import StepInstaller, remove_leftover
-from tflms_sft._keras.step_planner import Excesses, Replanner, StepPlanner
+from tflms_sft._keras.step_planner import Excesses, StepPlanner
 from tflms_sft._params.request import RewriteRequest
 from tflms_sft._report.plan import Plan
 from tflms_sft._rewrite.peak_statistics import watch_tier
@@ -97,16 +97,17 @@ class StepPatch:
             tell=tell,
         )
         self.watch = PeakWatch(self._replicas.devices if self._replicas else ())
-        self._replanner = Replanner(
+        self._planner = StepPlanner(
             model,
             kind,
-            Excesses() if excesses is None else excesses,
+            params,
+            batch_shape,
+            self.sizes,
+            self.watch,
+            excesses=Excesses() if excesses is None else excesses,
             has_epochs=kind is TRAINING and training is not None,
-            is_used=lambda: bool(self.watch.has_earlier_work),
+            on_plan=self._report_plan,
             say=say,
-        )
-        self._planner = StepPlanner(
-            model, kind, params, batch_shape, self.sizes, self._replanner, self.watch.devices, self._report_plan, say
         )
         self._slow_steps = SlowSteps(params, model.steps_per_execution, tell)
 
@@ -146,7 +147,7 @@ class StepPatch:
         again.
         """
         self.installer.resume()
-        self._replanner.plan_again(self.sizes.steps)
+        self._planner.plan_again()
         self.watch.highest = None
 
     def run(self, iterator: Any) -> Any:
@@ -197,12 +198,12 @@ class StepPatch:
         if step.plan is None:
             return result
         if not is_first:
-            self._replanner.check_later_run(step, step.plan, measured)
+            self._planner.check_later_run(step, step.plan, measured)
             return result
         if measured is not None or not self._has_reported_peak:
             self._has_reported_peak = True
             self._report_peak(step.plan)
-        self._replanner.check_first_run(step, step.plan)
+        self._planner.check_first_run(step, step.plan)
         return result
 
     @tf.autograph.experimental.do_not_convert
