@@ -63,7 +63,7 @@ def train(*, case: str, budget: int | None, emit: _child.Emit) -> dict[str, Any]
 
 def _timed_parts() -> dict[str, float]:
     """Time the parts of the first step, except the rest; return the dict that receives their seconds."""
-    from tflms_sft._keras import train_step_patch
+    from tflms_sft._keras import step_planner
     from tflms_sft._rewrite import rewrite
 
     parts = dict.fromkeys(PARTS, 0.0)
@@ -84,10 +84,10 @@ def _timed_parts() -> dict[str, float]:
 
         setattr(owner, name, timed)
 
-    replace(train_step_patch.StepPatch, "_rewrite", "", "trace")
-    replace(train_step_patch, "analyse_step", "trace", "analyse")
-    replace(train_step_patch, "rewrite_traced", "trace", "search")
-    replace(rewrite, "_carry_out", "search", "emit")
+    replace(step_planner.StepPlanner, "rewrite", "", "trace")
+    replace(step_planner, "analyse_step", "trace", "analyse")
+    replace(step_planner, "rewrite_traced", "trace", "search")
+    replace(rewrite, "carry_out", "search", "emit")
     return parts
 
 

@@ -12,10 +12,12 @@ from keras import layers
 from training import SETTINGS, X, Y, both, budgeted, is_plain, measure_steps, net, same, same_history, tiles
 
 import tflms_sft
+from tflms_sft._batches import size_selector
 from tflms_sft._batches.batch_limits import check_batch_shape
 from tflms_sft._batches.planned_step import EXTENSION, MARGIN, BatchSizes, PlannedStep, shapes_of
 from tflms_sft._batches.size_selector import SizeSelector
-from tflms_sft._keras.step_planner import Excesses, Replanner
+from tflms_sft._keras.peak_watch import PeakWatch
+from tflms_sft._keras.step_planner import Excesses, StepPlanner
 from tflms_sft._params.request import RewriteRequest
 from tflms_sft._planner.traced_step import analyse_step, predict, with_sizes
 from tflms_sft._report.plan_records import Measurement
@@ -211,10 +213,11 @@ def test_second_size_over_budget_raises_and_restores():
     assert "This batch of 4x960x24x3 follows batches of other sizes" in str(error.value)
 
 
-def test_selector_has_a_step_for_each_size_and_lets_the_step_find_the_end_of_data():
+def test_selector_has_a_step_for_each_size_and_lets_the_step_find_the_end_of_data(monkeypatch):
     """Plain training, too, calls the step once more: TensorFlow may count an iteration of the optimizer then."""
+    monkeypatch.setattr(size_selector, "MANY_SIZES", 2)
     told, functions = [], itertools.count()
-    sizes = SizeSelector(net(), RewriteRequest(), lambda: next(functions), tell=told.append, many=2)
+    sizes = SizeSelector(net(), RewriteRequest(), lambda: next(functions), tell=told.append)
     data, steps = iter(dataset([cut(24), cut(18), cut(24)])), []
     for _ in range(3):
         batches, peeked = sizes.take(data)
@@ -268,16 +271,23 @@ def test_each_size_is_corrected_by_its_own_peak(excess):
     """A size that has kept to its budget is corrected by the latest peak of the model."""
     model, functions = net(), itertools.count()
     steps = [PlannedStep(lambda: next(functions)) for _ in range(2)]
-    replanner = Replanner(model, TRAINING, Excesses(), has_epochs=True, is_used=bool, say=print)
+    sizes = types.SimpleNamespace(steps=steps)
+    planner = StepPlanner(
+        *(model, TRAINING, RewriteRequest(), None, sizes, PeakWatch()),
+        excesses=Excesses(),
+        has_epochs=True,
+        on_plan=print,
+        say=print,
+    )
     for number, step in enumerate(steps):
         plan = types.SimpleNamespace(memory_budget=1000, predicted=types.SimpleNamespace(peak_bytes=1000))
         step.settle(plan, None, [])
         peak = 1000 + excess.get(number, 0)
-        replanner.check_later_run(step, plan, Measurement(peak, "a test"))
+        planner.check_later_run(step, plan, Measurement(peak, "a test"))
     for _ in range(2):
-        replanner.plan_again(steps)
+        planner.plan_again()
     assert [step.plan is None for step in steps] == [number in excess for number in (0, 1)]
-    assert [replanner.excess_bytes(step) for step in steps] == [20, excess.get(1, 20)]
+    assert [planner.excess_bytes(step) for step in steps] == [20, excess.get(1, 20)]
     assert next(functions) == len(excess)
 
 
@@ -418,7 +428,7 @@ def test_step_for_equal_sizes_has_no_estimates_of_unlike_sizes():
     concrete_fn = step.get_concrete_function(*specs)
 
     def peak(traced):
-        return predict(traced, [])[0].peak_bytes
+        return predict(traced, []).peak.peak_bytes
 
     unlike, equal = (analyse_step(concrete_fn, LayerRecord(), 400, sizes=sizes) for sizes in ({0: 100, 1: 50}, {}))
     assert peak(with_sizes(unlike, {0: 400, 1: 400})) == peak(equal) > peak(unlike)

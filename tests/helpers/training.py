@@ -93,7 +93,7 @@ def measure_steps(monkeypatch, peak, earlier=0):
         reset_peak=lambda tiers, devices: None if peak is None else 0,
         read_peak=lambda in_use, step_bytes, tiers, devices: Measurement(peak(step_bytes), "a test"),
     )
-    monkeypatch.setattr("tflms_sft._keras.measured_run.peak_statistics", statistics)
+    monkeypatch.setattr("tflms_sft._keras.peak_watch.peak_statistics", statistics)
 
 
 def fitted(callback, fit, **compiled):

@@ -404,10 +404,10 @@ def test_batch_limit_larger_batch_of_original_step_is_predicted(monkeypatch):
 
     def predicted(traced, plans):
         asked.append(traced.batch)
-        return predict(traced, plans)
+        return predicted_peak(traced, plans)
 
-    predict = batch_limits.predict
-    monkeypatch.setattr(batch_limits, "predict", predicted)
+    predicted_peak = batch_limits.predicted_peak
+    monkeypatch.setattr(batch_limits, "predicted_peak", predicted)
     callback = tflms_sft.MemoryBudget(int(1.01 * peak / 0.9), verbose=0)
     model.fit(growing(), callbacks=[callback], **fit)
     assert asked == [12, 6] and not callback.plan.changed and callback.plan.batch == 4

@@ -30,14 +30,14 @@ def seconds(traced, choice):
     """Return the predicted time and peak of a plan."""
     time = seconds_of(traced, choice.plans) if choice.plans else traced.seconds
     if choice.swaps is None:
-        return time, predict(traced, choice.plans)[0].peak_bytes
+        return time, predict(traced, choice.plans).peak.peak_bytes
     swaps = SwapSearch(traced, choice.plans, choice.swaps)
     return swaps.seconds(choice.swaps, time), swaps.peak(choice.swaps.n_tensors, choice.swaps.lb).peak_bytes
 
 
 def ladder(traced, swap, number):
     """Return budgets from the smallest that an error names up to the peak of the original step."""
-    plain = predict(traced, [])[0].peak_bytes
+    plain = predict(traced, []).peak.peak_bytes
     with pytest.raises(BudgetError) as caught:
         next(budget_search.plans_within_budget(traced, AutoParams(1, 0.0, swap, max_slowdown=math.inf)))
     smallest = caught.value.smallest_bytes
@@ -163,7 +163,7 @@ def all_plans(traced):
 
     for choices in ways(chain.bounds[0]):
         plans = segment_plans(traced, [(component, choice) for choice in choices if choice.grid is not None])
-        yield predict(traced, plans)[0].peak_bytes, seconds_of(traced, plans)
+        yield predict(traced, plans).peak.peak_bytes, seconds_of(traced, plans)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def all_plans(traced):
 def test_training_search_is_near_the_best_of_all_plans(filters, size, parts):
     traced = small(*filters, size=size)
     plans = list(all_plans(traced))
-    least, plain = min(peak for peak, _ in plans), predict(traced, [])[0].peak_bytes
+    least, plain = min(peak for peak, _ in plans), predict(traced, []).peak.peak_bytes
     assert len(plans) > 20 and least < 0.9 * plain
     for part in parts:
         limit = int((least + part * (plain - least)) * 1.03) + 1  # A rung of the ladder.

@@ -9,6 +9,7 @@ from rewriters.emission.tile_pass import plan_segment
 from rewriters.estimates.op_cost import CostModel
 from rewriters.tiling.tile_planner import Grid, Halo
 from tflms_sft._params.swap_params import SwapParams
+from tflms_sft._planner import barrier_search
 from tflms_sft._planner.barrier_search import Barriers, BarrierSearch, CheckpointPlan, TiledLoops
 from tflms_sft._planner.segment_tilings import LoopEstimates
 from tflms_sft._planner.swap_search import SwapSearch
@@ -35,7 +36,7 @@ def test_no_peak_is_below_its_lower_bound(net, allocator, plan_with):
         segment = barriers.segment("segment1", checkpoints)
         for halo, tiles in ((h, n) for h in Halo for n in (1, 3)):
             plans = [plan_segment(step.analysis, segment, Grid(1, (tiles, 1)), Grid(2, (2 * tiles, 1)), halo)]
-            bound, peak = least_peak(step, plans), predict(step, plans)[0].peak_bytes
+            bound, peak = least_peak(step, plans), predict(step, plans).peak.peak_bytes
             assert 0.6 * peak <= bound <= peak
     swaps = SwapSearch(step, plans, SwapParams(tier="disk", min_bytes=0))
     bound = least_peak(step, plans, swapped=True)
@@ -47,7 +48,7 @@ def test_no_peak_is_below_its_lower_bound(net, allocator, plan_with):
 def test_sets_whose_bounds_are_above_the_limit_are_not_modelled(monkeypatch):
     step = traced(chain)
     plan = CheckpointPlan(LoopEstimates(step), Barriers(step).segment("segment1", Barriers(step).smallest))
-    monkeypatch.setattr(CheckpointPlan, "_candidate", lambda *args: pytest.fail("modelled"))
+    monkeypatch.setattr(barrier_search, "predict", lambda *args, **options: pytest.fail("modelled"))
     assert not plan.fits(plan.least_bytes - 1)
 
 
@@ -60,7 +61,7 @@ def test_small_iterations_that_fit_are_preferred_to_finer_grids(monkeypatch):
         return 0, [grids[-1] for grids in self._loops[halo].grids]
 
     monkeypatch.setattr(CheckpointPlan, "_for_target", finest)
-    slow = plan._candidate(plan._loops[Halo.RECOMPUTE].planned(finest(plan, Halo.RECOMPUTE, 0)[1]))
+    slow = predict(step, [plan._loops[Halo.RECOMPUTE].planned(finest(plan, Halo.RECOMPUTE, 0)[1])])
     limit = max(plan.smallest.peak.peak_bytes, slow.peak.peak_bytes)
     assert plan.smallest.time_ratio < slow.time_ratio
     assert plan.fastest_within(Halo.RECOMPUTE, limit) is plan.smallest

@@ -202,7 +202,7 @@ def test_training_search_keeps_loops_of_its_plan_only():
     gc.collect()
     before = {id(one) for one in gc.get_objects() if isinstance(one, TileLoop)}
     search = TrainingSearch(traced)
-    plan = search.fastest_within(predict(traced, [])[0].peak_bytes // 2)
+    plan = search.fastest_within(predict(traced, []).peak.peak_bytes // 2)
     gc.collect()
     loops = [one for one in gc.get_objects() if isinstance(one, TileLoop) and id(one) not in before]
     assert plan.plans and len(loops) == sum(len(segment.loops) for segment in plan.plans)

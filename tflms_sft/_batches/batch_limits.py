@@ -15,7 +15,7 @@ import tensorflow as tf
 from rewriters.errors import RewriteError
 from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._planner.budget_search import limit_of
-from tflms_sft._planner.traced_step import TracedStep, collector_paused, predict, with_sizes
+from tflms_sft._planner.traced_step import TracedStep, collector_paused, predicted_peak, with_sizes
 from tflms_sft._report.plan import Plan
 from tflms_sft._trace.step_tracing import arguments_of
 from tflms_sft._util.byte_sizes import format_bytes
@@ -27,12 +27,7 @@ def is_image(shape: tf.TensorShape) -> bool:
 
 
 def check_batch_shape(specs: Any, given: tuple[int, ...] | None, model: str) -> None:
-    """Refuse a `batch_shape` that none of the images of a step can have.
-
-    Args:
-        specs: Specs of the step's inputs, as the data set gives them.
-        given: The `batch_shape`, if there is one.
-        model: Name of the model.
+    """Refuse a `batch_shape` that none of the images among the inputs of a model's step can have.
 
     Raises:
         ValueError: With the shapes of the images.
@@ -201,8 +196,7 @@ class BatchLimit:
         key = tuple(sorted(sizes.items()))
         if key not in self._peaks:
             with collector_paused():
-                peak, _ = predict(with_sizes(self._traced, sizes), [])
-            self._peaks[key] = peak.peak_bytes
+                self._peaks[key] = predicted_peak(with_sizes(self._traced, sizes), []).peak_bytes
         return self._peaks[key]
 
     def _tell_if_over(self, positions: Sequence[int], sizes: Any) -> Any:

@@ -147,6 +147,25 @@ class BatchSizes:
         return shortened(list(dict.fromkeys(map(_text, shapes))), MAX_SHAPES)
 
 
+@dataclasses.dataclass
+class Correction:
+    """The measured peaks of one planned step.
+
+    Attributes:
+        excess_bytes: Measured peak less the predicted peak of the previous plan; `None` before there is one.
+        excess_before: `excess_bytes` of the plan that was discarded because a later step exceeded the budget.
+        later_peak: Peak of a later step of the present plan that exceeded the budget.
+        is_replanned: Whether the plan is corrected by the measured peak of an earlier one.
+        keeps_plan: Whether no corrected plan fits, so that the present one stays.
+    """
+
+    excess_bytes: int | None = None
+    excess_before: int | None = None
+    later_peak: Measurement | None = None
+    is_replanned: bool = False
+    keeps_plan: bool = False
+
+
 @dataclasses.dataclass(eq=False)
 class PlannedStep:
     """The step for batches of one size.
@@ -161,6 +180,7 @@ class PlannedStep:
         variable_bytes: Bytes of each variable.
         has_run: Whether its first step has run, whose peak is measured.
         num_traces: Number of calls of `trace_again`, after which an earlier trace is out of date.
+        correction: Measured peaks by which the next plan is corrected.
     """
 
     make_function: Callable[[], Any]
@@ -173,6 +193,7 @@ class PlannedStep:
     variable_bytes: Sequence[int] = ()
     has_run: bool = False
     num_traces: int = 0
+    correction: Correction = dataclasses.field(default_factory=Correction)
     _function: Any = dataclasses.field(init=False, default=None, repr=False)
     _on_batch: Any = dataclasses.field(init=False, default=None, repr=False)
 
@@ -209,15 +230,11 @@ class PlannedStep:
         return [tier for importer, _ in self.importers.values() for tier in importer.tiers]
 
     def holds_for(self, shapes: Shapes, image_shapes: Shapes = ()) -> bool:
-        """Return whether this step can train a batch.
+        """Return whether this step can train a batch of tensors, and of images in files that it names.
 
         With a budget, no leading size may exceed the planned one. A rewritten step needs equal sizes of images, and
         equal leading sizes where it assumes them. A step that is not rewritten keeps the budget with smaller images,
         too.
-
-        Args:
-            shapes: Shapes of the tensors of the batch.
-            image_shapes: Shapes of the images in files that the batch names.
         """
         is_limited = self.batch_limit is not None and self.plan is not None
         return self._has_inner_sizes(shapes, image_shapes) and not (is_limited and not self.sizes.holds_for(shapes))
@@ -239,11 +256,6 @@ class PlannedStep:
         sizes = self.sizes.argument_sizes(list(map(_leading_size, shapes)))
         pairs = (pair for importer, _ in self.importers.values() for pair in importer.graph.same_size)
         return self.is_open or all(sizes.get(one) == sizes.get(other) for one, other in pairs)
-
-    def add(self, key: Any, importer: StepImporter, specs: Any, *, is_open: bool) -> None:
-        """Add the step of a signature with the specs that it holds for; with `is_open`, hold for any size."""
-        self.importers[key] = importer, specs
-        self.is_open |= is_open
 
     def settle(
         self, plan: Plan, planning: Stopwatch, variable_bytes: Sequence[int], batch_limit: BatchLimit | None = None

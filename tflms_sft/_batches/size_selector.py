@@ -16,7 +16,7 @@ from tflms_sft._params.request import RewriteRequest
 from tflms_sft._sources.open_shapes import UnknownSizes, has_unknown_sizes
 
 MANY_SIZES = 5
-"""Number of sizes of batches from which on a line names the time that planning each of them takes."""
+"""Number of sizes of batches from which on steps are planned for larger leading sizes, and a line tells about them."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -29,7 +29,6 @@ class SizeSelector:
         split: Returns the shares of a batch on several replicas; `None` for one replica.
         is_any_batch: Whether a step accepts any number of samples, so that the last batch needs no plan.
         tell: Called with the line about batches of many sizes.
-        many: Number of sizes from which on there is this line, and steps are planned for larger leading sizes.
         steps: The steps, that of the first size first.
         current: The step of the latest batch.
         unknown_sizes: Readers of images of unknown sizes.
@@ -43,7 +42,6 @@ class SizeSelector:
     split: Callable[[Any], Any] | None = None
     is_any_batch: bool = False
     tell: Callable[[str], None] = print
-    many: int = MANY_SIZES
     unknown_sizes: UnknownSizes = dataclasses.field(init=False, default_factory=UnknownSizes)
     is_selecting: bool = dataclasses.field(init=False, default=False)
     _serves_all: bool = dataclasses.field(init=False, default=False)
@@ -122,7 +120,7 @@ class SizeSelector:
 
     def _has_open_sizes(self, iterator: Any) -> bool:
         """Tell whether each batch of a data set is looked at, since it may have a size and a plan of its own."""
-        varies = varies_in_size(iterator, leading=self.request.has_budget)
+        varies = varies_in_size(iterator, leading=self.request.budget is not None)
         return self._can_select and (varies or has_unknown_sizes(self.model))
 
     def _remember(self, batch: Any) -> None:
@@ -143,9 +141,9 @@ class SizeSelector:
 
     def _new_step(self, shapes: Shapes, image_shapes: Shapes) -> PlannedStep:
         count = len(self.steps) + 1
-        step = PlannedStep(self.make_function, BatchSizes(shapes, image_shapes, has_margin=count >= self.many))
+        step = PlannedStep(self.make_function, BatchSizes(shapes, image_shapes, has_margin=count >= MANY_SIZES))
         self.steps.append(step)
-        if count == self.many:
+        if count == MANY_SIZES:
             self.tell(
                 f"tflms-sft: batches of {count} sizes so far; each size is traced and planned separately, which takes "
                 "time. Resize or pad batches to fewer sizes, or let the largest batch be the first."

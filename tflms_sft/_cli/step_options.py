@@ -24,7 +24,7 @@ from tflms_sft._machine.calibration import machine_rates
 from tflms_sft._params.request import parse_request
 from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._planner.budget_search import least_memory
-from tflms_sft._planner.traced_step import Candidate, TracedStep, analyse_step, collector_paused, predict
+from tflms_sft._planner.traced_step import Candidate, TracedStep, analyse_step, collector_paused
 from tflms_sft._report.plan import Plan
 from tflms_sft._rewrite.rewrite import rewrite_traced
 from tflms_sft._trace.step_tracing import trace_step
@@ -85,7 +85,7 @@ class PlannableStep:
     @functools.cached_property
     def plain_bytes(self) -> int:
         """Predicted peak of the plain step in bytes, by the measure of a budget."""
-        return predict(self.traced, [])[0].peak_bytes
+        return self.traced.plain.peak.peak_bytes
 
     def python_calls(self) -> list[str]:
         """Return the types of ops that call Python."""

@@ -6,12 +6,10 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tflms_sft._keras.messages import peak_line
-from tflms_sft._keras.rewriting_callback import checked_shape, checked_verbose, say, training_line
+from tflms_sft._keras.rewriting_callback import checked_shape, checked_verbose, say
 from tflms_sft._keras.train_step_patch import StepPatch
 from tflms_sft._params.request import parse_request
 from tflms_sft._params.tile_params import AutoParams
-from tflms_sft._report.plan import Plan
 from tflms_sft._rewrite.swap_tuning import LMSParams
 
 
@@ -58,23 +56,11 @@ def budget(
         ...     for images, labels in data:
         ...         model.train_on_batch(images, labels)
     """
-    patch: StepPatch
     verbose = checked_verbose(verbose)
-
-    def print_plan(plan: Plan) -> None:
-        if verbose:
-            say(training_line(patch, plan))
-
-    def print_peak(plan: Plan) -> None:
-        if verbose:
-            say(peak_line(plan, is_replanned=patch.is_replanned))
-
     patch = StepPatch(
         model,
         parse_request(AutoParams(memory_budget, headroom, swap, max_slowdown=max_slowdown)),
         batch_shape=checked_shape(batch_shape),
-        on_plan=print_plan,
-        on_measured=print_peak,
         owner="`budget`",
         say=say if verbose else None,
     )

@@ -100,19 +100,12 @@ class SFT(RewritingCallback):
         halo: Source of the halo rows that neighbouring tiles share: `"recompute"` computes them in every tile,
             `"carry"` carries them from strip to strip; see `SFTParams`.
         backward_num_tiles: Number of tiles of the backward loops. `None`: `num_tiles`.
-        batch_shape: `(batch, height, width, channels)` of the largest batch, of volumes `(batch, depth, height, width,
-            channels)`, of sequences `(batch, length, channels)`. `None`: the shape of the first batch. See
-            `MemoryBudget`.
-        verbose: 0 prints nothing. 1 prints the plan before the first step, the measured peak after it, and a line
-            while planning if that takes more than two seconds.
-        log_dir: Directory for TensorBoard logs of peaks and step times. `None`: the directory of a
-            `keras.callbacks.TensorBoard` in the same `fit`; without that callback nothing is logged.
+        batch_shape: Shape of the largest batch. `None`: the shape of the first batch. See `MemoryBudget`.
+        verbose: 0 prints nothing, 1 prints lines about plans and peaks. See `MemoryBudget`.
+        log_dir: Directory for TensorBoard logs. `None`: that of a `keras.callbacks.TensorBoard` in the same `fit`.
 
     Attributes:
-        plan: `Plan` of the latest training; `None` before its first step.
-        evaluate_plan: `Plan` of the latest `evaluate` or validation; `None` before its first step and if it was not
-            rewritten.
-        predict_plan: `Plan` of the latest `predict`; `None` before its first step and if it was not rewritten.
+        plan: `Plan` of the latest training, and the others as for `MemoryBudget`: `evaluate_plan`, `predict_plan`.
 
     Raises:
         SegmentError: In the first step, if a named segment cannot be tiled.
@@ -150,20 +143,13 @@ class LMS(RewritingCallback):
     Args:
         tiles: `SFTParams` of tile loops that are built first; then the tensors saved between segments are swapped.
             `None`: swaps alone.
-        batch_shape: `(batch, height, width, channels)` of the largest batch, of volumes `(batch, depth, height, width,
-            channels)`, of sequences `(batch, length, channels)`. `None`: the shape of the first batch. See
-            `MemoryBudget`.
-        verbose: 0 prints nothing. 1 prints the plan before the first step, the measured peak after it, and a line
-            while planning if that takes more than two seconds.
-        log_dir: Directory for TensorBoard logs of peaks and step times. `None`: the directory of a
-            `keras.callbacks.TensorBoard` in the same `fit`; without that callback nothing is logged.
+        batch_shape: Shape of the largest batch. `None`: the shape of the first batch. See `MemoryBudget`.
+        verbose: 0 prints nothing, 1 prints lines about plans and peaks. See `MemoryBudget`.
+        log_dir: Directory for TensorBoard logs. `None`: that of a `keras.callbacks.TensorBoard` in the same `fit`.
         **params: Arguments of `LMSParams`.
 
     Attributes:
-        plan: `Plan` of the latest training; `None` before its first step.
-        evaluate_plan: `Plan` of the latest `evaluate` or validation; `None` before its first step and if it was not
-            rewritten.
-        predict_plan: `Plan` of the latest `predict`; `None` before its first step and if it was not rewritten.
+        plan: `Plan` of the latest training, and the others as for `MemoryBudget`: `evaluate_plan`, `predict_plan`.
 
     Raises:
         SwapError: In the first step, if no tensor can be swapped with these parameters.
@@ -218,8 +204,7 @@ class Pipeline(RewritingCallback):
         swaps: `LMSParams` of tensors that are swapped between the forward and the backward pass of their stage.
         verbose: 0 prints nothing. 1 prints the plan before the first step, and a line while planning if that takes
             more than two seconds.
-        log_dir: Directory for TensorBoard logs of predicted peaks and step times. `None`: the directory of a
-            `keras.callbacks.TensorBoard` in the same `fit`; without that callback nothing is logged.
+        log_dir: Directory for TensorBoard logs. `None`: that of a `keras.callbacks.TensorBoard` in the same `fit`.
 
     Attributes:
         plan: `Plan` of the latest training; `None` before its first step.

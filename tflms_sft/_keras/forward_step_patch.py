@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from rewriters.errors import BudgetError, RewriteError
+from tflms_sft._keras import messages
 from tflms_sft._keras.model_checks import check_runs_graph, check_trainer, reason_runs_eagerly
 from tflms_sft._keras.train_step_patch import StepPatch
 from tflms_sft._params.request import RewriteRequest
+from tflms_sft._report.plan import Plan
 from tflms_sft._util.keras_internals import EVALUATION, PREDICTION, StepKind
 
 CALLED = {EVALUATION: "evaluate", PREDICTION: "predict"}
@@ -26,28 +26,13 @@ class ForwardStepPatch(StepPatch):
         params: As for `StepPatch`.
         kind: The step: `EVALUATION` or `PREDICTION`.
         within_fit: Whether it is the validation of a `fit`, which keeps its original step if it cannot be rewritten.
-        print_line: Called with lines for the user.
         **options: Keyword arguments of `StepPatch`.
-
-    Attributes:
-        called: Name of the call in messages: "evaluate", "predict" or "validation".
     """
 
-    def __init__(
-        self,
-        model: Any,
-        params: RewriteRequest,
-        kind: StepKind,
-        *,
-        within_fit: bool,
-        print_line: Callable[[str], None],
-        **options: Any,
-    ) -> None:
+    def __init__(self, model: Any, params: RewriteRequest, kind: StepKind, *, within_fit: bool, **options: Any) -> None:
         super().__init__(model, params, kind, **options)
-        self.called = VALIDATION if within_fit else CALLED[kind]
-        self._within_fit, self._wraps_step = within_fit, kind is PREDICTION
-        self._print, self._warns = print_line, options["say"] is None
-        self._runs_original = False
+        self._kind, self._within_fit, self._runs_original = kind, within_fit, False
+        self._called = VALIDATION if within_fit else CALLED[kind]
 
     def _check(self, model: Any) -> None:
         """Refuse a model whose step cannot be rewritten; it need not be compiled to predict."""
@@ -56,7 +41,13 @@ class ForwardStepPatch(StepPatch):
 
     def _is_step(self, function: Any) -> bool:
         """Tell whether a function is the step; Keras wraps that of `predict`, and passes nothing else to a strategy."""
-        return self._is_running if self._wraps_step else super()._is_step(function)
+        return self._is_running if self._kind is PREDICTION else super()._is_step(function)
+
+    def _plan_line(self, plan: Plan) -> str:
+        return messages.plan_line(plan, self._called, is_jit_off=self.installer.has_disabled_jit)
+
+    def _peak_line(self, plan: Plan) -> str:
+        return messages.forward_over_budget_line(CALLED[self._kind], plan)
 
     @tf.autograph.experimental.do_not_convert
     def step(self, data: Any) -> Any:
@@ -71,31 +62,28 @@ class ForwardStepPatch(StepPatch):
             return super().step(data)
         except BudgetError as error:
             smaller = "`validation_batch_size=`" if self._within_fit else "a smaller `batch_size=`"
-            error.args = (f"{self.called}: {error} Or pass {smaller}.",)
+            error.args = (f"{self._called}: {error} Or pass {smaller}.",)
             raise
         except RewriteError as error:
             if not self._within_fit:
                 raise
             self._runs_original = True
             self.sizes.stop_selecting()
-            text = f"tflms-sft: {self.called} is not rewritten, and the budget does not hold for it: {error}"
-            if self._warns:
-                warnings.warn(text, stacklevel=2)
-            self._print(text)
+            text = f"tflms-sft: {self._called} is not rewritten, and the budget does not hold for it: {error}"
+            messages.tell(self._say, text)
             return self._original_step(data)
 
 
-def forward_request(params: RewriteRequest) -> RewriteRequest | None:
-    """Return the part of a request that applies to a step without gradients: its tiles; `None` if it has none."""
-    tiles = params.without_plan().tiles  # A saved plan is that of the training.
-    return None if tiles is None else RewriteRequest(tiles)
+def forward_request(params: RewriteRequest) -> RewriteRequest:
+    """Return the part of a request that applies to a step without gradients: its tiles."""
+    return RewriteRequest(params.without_plan().tiles)  # A saved plan is that of the training.
 
 
 def reason_not_rewritten(model: Any, params: RewriteRequest) -> str:
     """Return why steps without gradients of this model are not rewritten; empty if they are."""
     if params.pipeline is not None:
         return "pipelines are for training only"
-    if params.has_budget and reason_runs_eagerly(model):
+    if params.budget is not None and reason_runs_eagerly(model):
         return reason_runs_eagerly(model)
     if params.tiles is None:
         return "without a backward pass there are no saved tensors to swap"

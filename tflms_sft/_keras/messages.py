@@ -19,12 +19,18 @@ NO_SMALLER_PLAN = "tflms-sft: no plan has a smaller peak; training continues wit
 """Line after a later step above the budget, if no plan fits by its peak."""
 
 
-def start_line(plan: Plan, *, is_jit_off: bool, planning_time: str) -> str:
-    """Return the line that summarises the plan of a training."""
-    text = f"tflms-sft: {plan.headline()}"
+def plan_line(plan: Plan, called: str = "", *, is_jit_off: bool, planning_time: str = "") -> str:
+    """Return the line that summarises the plan of a training, or of an evaluation or prediction, named `called`."""
+    text = f"tflms-sft: {called}: {plan.headline()}" if called else f"tflms-sft: {plan.headline()}"
     if is_jit_off:
-        text += "; XLA (`jit_compile`) is off for this training"
+        text += f"; XLA (`jit_compile`) is off for this {called or 'training'}"
     return "; ".join(filter(None, [text, *plan.notes, planning_time]))
+
+
+def eager_line(reason: str) -> str:
+    """Return the line that announces a training without a graph; `reason` tells why there is none, and the remedy."""
+    subject = "The peak of the first step is" if planned_device().has_allocator_stats else "No peak can be"
+    return f"tflms-sft: training is not rewritten: {reason} {subject} compared with the budget."
 
 
 def exceeds_budget(plan: Plan, measured: Measurement | None = None) -> bool:
@@ -41,13 +47,7 @@ def over_budget_warning(plan: Plan) -> str:
 
 
 def later_excess_line(plan: Plan, measured: Measurement, *, has_epochs: bool) -> str:
-    """Return the line about a later step that exceeded the budget.
-
-    Args:
-        plan: The plan of the step.
-        measured: The peak of the step.
-        has_epochs: Whether each epoch may have a new plan.
-    """
+    """Return the line about a later step that exceeded the budget; with epochs, each epoch may have a new plan."""
     used, budget = format_excess(measured.peak_bytes, plan.memory_budget or 0)
     remedy = "the next epoch is planned again with this peak" if has_epochs else "pass a larger `headroom`"
     return f"tflms-sft: a later step used {used}, more than its budget of {budget}; {remedy}."
@@ -101,14 +101,6 @@ def peak_line(plan: Plan, *, is_replanned: bool) -> str:
     text += f" {used} in the first step, predicted {predicted} - OVER the budget of {budget}"
     text += "" if is_replanned else ": planning again with the measured peak"
     return text
-
-
-def forward_line(called: str, plan: Plan, *, is_jit_off: bool) -> str:
-    """Return the line that summarises the plan of an evaluation or a prediction."""
-    text = f"tflms-sft: {called}: {plan.headline()}"
-    if is_jit_off:
-        text += f"; XLA (`jit_compile`) is off for this {called}"
-    return "; ".join([text, *plan.notes])
 
 
 def forward_over_budget_line(called: str, plan: Plan) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import numbers
 from collections.abc import Sequence
 from typing import Any
@@ -17,13 +18,12 @@ from tflms_sft._keras.forward_step_patch import (
     forward_request,
     reason_not_rewritten,
 )
-from tflms_sft._keras.measured_run import EagerTraining
-from tflms_sft._keras.messages import forward_line, forward_over_budget_line, peak_line, start_line
+from tflms_sft._keras.messages import eager_line
 from tflms_sft._keras.model_checks import check_trainer, reason_runs_eagerly
+from tflms_sft._keras.peak_watch import PeakWatch, check_eager_step
 from tflms_sft._keras.step_planner import Excesses
 from tflms_sft._keras.train_step_patch import StepPatch
 from tflms_sft._params.request import parse_request
-from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._report.plan import Plan
 from tflms_sft._report.plan_records import Measurement
 from tflms_sft._report.tensorboard import TrainingLog, checked_log_dir, tensorboard_of_this_fit
@@ -55,7 +55,7 @@ class RewritingCallback(keras.callbacks.Callback):
         self._epoch = 0
         self._peak: Measurement | None = None
         self._patch: StepPatch | None = None
-        self._eager: EagerTraining | None = None
+        self._eager_watch: PeakWatch | None = None
         self._last_plan: Plan | None = None
         self._announced = ""
         self._forward_patches: dict[StepKind, ForwardStepPatch] = {}
@@ -82,26 +82,19 @@ class RewritingCallback(keras.callbacks.Callback):
         self._last_plan = None
         self._announced = ""
         self._forward_patches.clear()
-        self._eager = self._eager_training()
-        if self._eager is not None:
-            self._print(self._eager.line())
+        check_trainer(self.model)
+        reason = reason_runs_eagerly(self.model)
+        self._eager_watch = PeakWatch() if reason and self._request.budget else None
+        if self._eager_watch is not None:  # Its first step is compared with the budget.
+            self._print(eager_line(reason))
             return
-        self._patch = StepPatch(
-            self.model,
-            self._request,
-            on_plan=self._on_plan,
-            on_measured=self._on_measured,
-            **self._patch_options(),
-        )
+        self._patch = StepPatch(self.model, self._request, on_plan=self._set_plan, **self._patch_options())
         self._patch.installer.install()
         log = TrainingLog(self._log_dir, tensorboard_of_this_fit())
         self._log = log if log.active else None
 
-    def _eager_training(self) -> EagerTraining | None:
-        """Return the training of a model without a graph, if a budget alone is requested; else `None`."""
-        check_trainer(self.model)
-        reason, params = reason_runs_eagerly(self.model), self._request.tiles
-        return EagerTraining(self.model, params, reason) if reason and isinstance(params, AutoParams) else None
+    def _set_plan(self, plan: Plan) -> None:
+        self._last_plan = plan
 
     def _patch_options(self) -> dict[str, Any]:
         """Return the keyword arguments that the patches of all steps share."""
@@ -117,8 +110,7 @@ class RewritingCallback(keras.callbacks.Callback):
         """Plan again if a step of the previous epoch exceeded the budget, and start the measurement of an epoch."""
         self._epoch = epoch
         if self._patch is not None:
-            self._patch.plan_again_after_excess()
-            self._patch.watch.begin_epoch()
+            self._patch.begin_epoch()
         if self._log is not None:
             self._log.epoch_begins()
             self._peak = None
@@ -129,13 +121,14 @@ class RewritingCallback(keras.callbacks.Callback):
             self._patch.installer.resume()
         if self._log is not None:
             self._log.batch_begins()
-        if self._eager is not None:
-            self._eager.begin_batch()
+        if self._eager_watch is not None:
+            self._eager_watch.start(())
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Log a batch for TensorBoard; the peak is read before validation, which it excludes."""
-        if self._eager is not None:
-            self._eager.end_batch()
+        if self._eager_watch is not None and self._request.budget is not None:
+            watch, self._eager_watch = self._eager_watch, None
+            check_eager_step(self.model, self._request.budget, watch)
         if self._log is not None and self._patch is not None:
             self._log.batch_ends(self._epoch, self._patch.plan, self.model.steps_per_execution)
             self._peak = self._patch.watch.highest
@@ -153,67 +146,50 @@ class RewritingCallback(keras.callbacks.Callback):
         if self._patch is not None:
             self._patch.installer.restore()
             self._patch = None  # Frees the graph.
-        self._eager = None
+        self._eager_watch = None
         self._forward_patches.clear()
 
-    def on_test_begin(self, logs: Any = None) -> None:
-        """Install the patch for an evaluation, or for the validation of a training."""
-        self._begin_forward(EVALUATION)
-
-    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Install the patch again if another callback ran an evaluation of its own."""
-        self._resume_forward(EVALUATION)
-
-    def on_test_end(self, logs: Any = None) -> None:
-        """Restore the model."""
-        self._end_forward(EVALUATION)
-
-    def on_predict_begin(self, logs: Any = None) -> None:
-        """Install the patch for a prediction."""
-        self._begin_forward(PREDICTION)
-
-    def on_predict_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Install the patch again if another callback ran a prediction of its own."""
-        self._resume_forward(PREDICTION)
-
-    def on_predict_end(self, logs: Any = None) -> None:
-        """Restore the model."""
-        self._end_forward(PREDICTION)
-
-    def _begin_forward(self, kind: StepKind) -> None:
+    def _begin_forward(self, kind: StepKind, logs: Any = None) -> None:
+        """Install the patch for an evaluation, a prediction, or the validation of a training."""
         within_fit = self._patch is not None and self._patch.installer.is_installed
         reason = reason_not_rewritten(self.model, self._request)
-        request = forward_request(self._request)
-        if reason or request is None:
+        if reason:
             self._forward_patches.pop(kind, None)
             self._announce_not_rewritten(VALIDATION if within_fit else CALLED[kind], reason)
             return
         if within_fit and kind in self._forward_patches:  # A `fit` validates after every epoch.
-            self._resume_forward(kind)
+            self._forward_patches[kind].installer.resume()
             return
         self._forward_plans[kind] = None
         self._forward_patches[kind] = ForwardStepPatch(
             self.model,
-            request,
+            forward_request(self._request),
             kind,
             within_fit=within_fit,
             on_failure=self._remove_patches,
-            print_line=self._print,
-            on_plan=lambda plan: self._on_forward_plan(kind, plan),
-            on_measured=lambda plan: self._on_forward_measured(kind, plan),
+            on_plan=functools.partial(self._forward_plans.__setitem__, kind),
             **self._patch_options(),
         )
         self._forward_patches[kind].installer.install()
 
-    def _resume_forward(self, kind: StepKind) -> None:
+    def _resume_forward(self, kind: StepKind, batch: int, logs: Any = None) -> None:
+        """Install the patch again if another callback ran an evaluation or a prediction of its own."""
         if kind in self._forward_patches:
             self._forward_patches[kind].installer.resume()
 
-    def _end_forward(self, kind: StepKind) -> None:
+    def _end_forward(self, kind: StepKind, logs: Any = None) -> None:
+        """Restore the model."""
         if kind in self._forward_patches:
             self._forward_patches[kind].installer.restore()
             if self._patch is None:
                 del self._forward_patches[kind]
+
+    on_test_begin = functools.partialmethod(_begin_forward, EVALUATION)
+    on_test_batch_begin = functools.partialmethod(_resume_forward, EVALUATION)
+    on_test_end = functools.partialmethod(_end_forward, EVALUATION)
+    on_predict_begin = functools.partialmethod(_begin_forward, PREDICTION)
+    on_predict_batch_begin = functools.partialmethod(_resume_forward, PREDICTION)
+    on_predict_end = functools.partialmethod(_end_forward, PREDICTION)
 
     def _remove_patches(self) -> None:
         """Restore the model after a failed step, because Keras calls no callback then."""
@@ -221,16 +197,7 @@ class RewritingCallback(keras.callbacks.Callback):
             if patch is not None:
                 patch.installer.restore()
         self._forward_patches.clear()
-        self._patch = self._eager = None
-
-    def _on_forward_plan(self, kind: StepKind, plan: Plan) -> None:
-        self._forward_plans[kind] = plan
-        forward = self._forward_patches[kind]
-        self._print(forward_line(forward.called, plan, is_jit_off=forward.installer.has_disabled_jit))
-
-    def _on_forward_measured(self, kind: StepKind, plan: Plan) -> None:
-        self._forward_plans[kind] = plan
-        self._print(forward_over_budget_line(CALLED[kind], plan))
+        self._patch = None
 
     def _announce_not_rewritten(self, called: str, reason: str) -> None:
         if called != self._announced:
@@ -238,20 +205,8 @@ class RewritingCallback(keras.callbacks.Callback):
             self._print(f"tflms-sft: {called} is not rewritten: {reason}")
 
     def _print(self, text: str) -> None:
-        if self._verbose and text:
-            print(text, flush=True)
-
-    def _on_plan(self, plan: Plan) -> None:
-        self._last_plan = plan
         if self._verbose:
-            assert self._patch is not None
-            say(training_line(self._patch, plan))
-
-    def _on_measured(self, plan: Plan) -> None:
-        self._last_plan = plan
-        if self._verbose:
-            assert self._patch is not None
-            self._print(peak_line(plan, is_replanned=self._patch.is_replanned))
+            say(text)
 
 
 def trained_by(callback: Any, model: Any) -> Trained | None:
@@ -268,15 +223,10 @@ def trained_by(callback: Any, model: Any) -> Trained | None:
             f"`params` must be a callback that has trained, because its plan is made in the first step of a `fit`. "
             f"Received: params={callback!r}. Train with it first, or pass parameters, such as `AutoParams(...)`."
         )
-    if isinstance(request.tiles, AutoParams):  # "auto" depends on the memory that was free then.
-        tiles = dataclasses.replace(request.tiles, memory_budget=plan.memory_budget)
+    if request.budget is not None:  # "auto" depends on the memory that was free then.
+        tiles = dataclasses.replace(request.budget, memory_budget=plan.memory_budget)
         request = dataclasses.replace(request, tiles=tiles)
     return Trained(request, plan, callback._excesses.of(model, TRAINING))
-
-
-def training_line(patch: StepPatch, plan: Plan) -> str:
-    """Return the line that summarises the plan of a training."""
-    return start_line(plan, is_jit_off=patch.installer.has_disabled_jit, planning_time=patch.planning.text())
 
 
 def say(text: str) -> None:

@@ -13,7 +13,6 @@ import tensorflow as tf
 
 from tflms_sft._machine.step_profile import OpSpan, profiled, shared_time
 from tflms_sft._params.request import RewriteRequest
-from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._report.op_names import short_op_names
 from tflms_sft._report.plan import Plan
 
@@ -47,8 +46,7 @@ class SlowSteps:
     """
 
     def __init__(self, request: RewriteRequest, steps: int, tell: Callable[[str], None]) -> None:
-        budget = request.tiles if isinstance(request.tiles, AutoParams) else None
-        self._max_slowdown = math.inf if budget is None else budget.max_slowdown
+        self._max_slowdown = math.inf if request.budget is None else request.budget.max_slowdown
         self._steps = steps
         self._tell = tell
         self._stages: weakref.WeakKeyDictionary[Plan, _Stage] = weakref.WeakKeyDictionary()
@@ -90,14 +88,7 @@ class SlowSteps:
 
 
 def slow_step_line(seconds: float, plan: Plan, max_slowdown: float, spans: list[OpSpan]) -> str:
-    """Return the line about a slow step.
-
-    Args:
-        seconds: Measured time of a step.
-        plan: The plan of the step.
-        max_slowdown: Longest time over that of the original step that is accepted.
-        spans: Runs of the ops of the step.
-    """
+    """Return the line about a step that takes `seconds`, with the ops whose `spans` take most of them."""
     kinds = {span.name: span.op for span in spans}
     shares = shared_time((span.name, span.begin, span.end) for span in spans)
     total, names = sum(shares.values()) or 1.0, short_op_names(shares)

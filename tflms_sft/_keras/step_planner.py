@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -21,9 +22,9 @@ from tflms_sft._batches.planned_step import PlannedStep
 from tflms_sft._batches.size_selector import SizeSelector
 from tflms_sft._keras import messages
 from tflms_sft._keras.model_checks import variable_bytes
+from tflms_sft._keras.peak_watch import PeakWatch
 from tflms_sft._machine.calibration import machine_rates, stored_rates
 from tflms_sft._params.request import RewriteRequest
-from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._pipeline.build import build_pipeline
 from tflms_sft._planner.traced_step import TracedStep, analyse_step, collector_paused
 from tflms_sft._report.plan import Plan, amend_plan
@@ -57,135 +58,19 @@ class Excesses:
         return Excesses, ()
 
 
-@dataclasses.dataclass
-class _Correction:
-    """The measured peaks of one planned step.
-
-    Attributes:
-        excess_bytes: Measured peak less the predicted peak of the previous plan; `None` before there is one.
-        excess_before: `excess_bytes` of the plan that was discarded because a later step exceeded the budget.
-        later_peak: Peak of a later step of the present plan that exceeded the budget.
-        is_replanned: Whether the plan is corrected by the measured peak of an earlier one.
-        keeps_plan: Whether no corrected plan fits, so that the present one stays.
-    """
-
-    excess_bytes: int | None = None
-    excess_before: int | None = None
-    later_peak: Measurement | None = None
-    is_replanned: bool = False
-    keeps_plan: bool = False
-
-
-@dataclasses.dataclass(eq=False)
-class Replanner:
-    """Has a step planned again after it exceeded its budget, with a memory model that accounts for the measured peak.
-
-    Attributes:
-        excesses: Measured less predicted peaks of earlier plans, which this object extends.
-        has_epochs: Whether `plan_again` is called for each epoch.
-        is_used: Tells whether much other memory had been in use in the process before the first step.
-        say: Called with lines; `None` warns.
-    """
-
-    model: Any
-    kind: StepKind
-    excesses: Excesses
-    has_epochs: bool
-    is_used: Callable[[], bool]
-    say: Callable[[str], None] | None
-    _corrections: weakref.WeakKeyDictionary[PlannedStep, _Correction] = dataclasses.field(
-        init=False, default_factory=weakref.WeakKeyDictionary
-    )
-
-    def _of(self, step: PlannedStep) -> _Correction:
-        return self._corrections.setdefault(step, _Correction())
-
-    def excess_bytes(self, step: PlannedStep) -> int:
-        """Return measured less predicted peak of an earlier plan: of this step, else of the latest one of the model."""
-        of_step = self._of(step).excess_bytes
-        return self.excesses.of(self.model, self.kind) if of_step is None else of_step
-
-    def is_replanned(self, step: PlannedStep) -> bool:
-        """Tell whether a plan is corrected by the measured peak of the first step of an earlier one."""
-        return self._of(step).is_replanned
-
-    def is_corrected(self, step: PlannedStep) -> bool:
-        """Tell whether the next plan of a step replaces one that exceeded the budget."""
-        return self.is_replanned(step) or self._of(step).excess_before is not None
-
-    def _correct(self, step: PlannedStep, excess_bytes: int) -> None:
-        """Correct the next plan of this step, and the first plans of other sizes and trainings."""
-        self._of(step).excess_bytes = excess_bytes
-        self.excesses.set(self.model, self.kind, excess_bytes)
-
-    def check_first_run(self, step: PlannedStep, plan: Plan) -> None:
-        """Discard a plan whose first step exceeded the budget, so that the next step is planned with a corrected model.
-
-        Raises:
-            BudgetError: If the plan was corrected before.
-        """
-        correction = self._of(step)
-        if plan.measured is None or not messages.exceeds_budget(plan) or correction.keeps_plan:
-            return
-        if correction.is_replanned:
-            raise messages.over_budget_error(plan, is_used=self.is_used())
-        if self.say is None:  # Otherwise `on_measured` has printed a line.
-            warnings.warn(messages.over_budget_warning(plan), stacklevel=2)
-        correction.is_replanned = True
-        self._correct(step, plan.measured.peak_bytes - plan.predicted.peak_bytes)
-        step.plan_again()
-
-    def check_later_run(self, step: PlannedStep, plan: Plan, measured: Measurement | None) -> None:
-        """Say once for each plan that a later step exceeded the budget; the next epoch, if any, is planned again."""
-        correction = self._of(step)
-        is_done = correction.later_peak is not None or correction.keeps_plan
-        if measured is None or is_done or not messages.exceeds_budget(plan, measured):
-            return
-        correction.later_peak = measured
-        messages.tell(self.say, messages.later_excess_line(plan, measured, has_epochs=self.has_epochs))
-
-    def plan_again(self, steps: Iterable[PlannedStep]) -> None:
-        """Discard the plans that a later step exceeded the budget with, so that the next step is planned again.
-
-        The peak of that step corrects the memory model. If no corrected plan fits, the present one stays.
-        """
-        for step in steps:
-            correction = self._of(step)
-            peak, correction.later_peak = correction.later_peak, None
-            if peak is not None and step.plan is not None:
-                correction.excess_before = self.excess_bytes(step)
-                self._correct(step, peak.peak_bytes - step.plan.predicted.peak_bytes)
-                step.plan_again()
-
-    def rewrite(self, step: PlannedStep, traced: TracedStep, request: RewriteRequest) -> tuple[StepImporter, Plan]:
-        """Rewrite a step with the corrected model; if no plan fits after a later peak, as before that peak.
-
-        Raises:
-            BudgetError: If no plan fits.
-        """
-        correction = self._of(step)
-        traced = dataclasses.replace(traced, excess_bytes=self.excess_bytes(step))
-        before, correction.excess_before = correction.excess_before, None
-        try:
-            return rewrite_traced(traced, request)
-        except BudgetError:
-            if before is None:
-                raise
-        correction.keeps_plan = True
-        messages.tell(self.say, messages.NO_SMALLER_PLAN)
-        self._correct(step, before)
-        return rewrite_traced(dataclasses.replace(traced, excess_bytes=before), request)
-
-
 @dataclasses.dataclass(eq=False)
 class StepPlanner:
     """Plans the steps of a model.
 
+    A step that exceeded its budget is planned again, with a memory model that accounts for the measured peak.
+
     Attributes:
         batch_shape: Shape of the largest batch of images; `None` for that of the first batch.
-        devices: GPUs of several replicas; empty for the planned device.
+        watch: Measures the steps, on the GPUs of several replicas or on the planned device.
+        excesses: Measured less predicted peaks of earlier plans, which this object extends.
+        has_epochs: Whether `plan_again` is called for each epoch.
         on_plan: Called with every new plan.
-        say: Called with lines about operations that take long; `None` prints none.
+        say: Called with lines about peaks, and operations that take long; `None` warns about peaks.
     """
 
     model: Any
@@ -193,8 +78,9 @@ class StepPlanner:
     request: RewriteRequest
     batch_shape: tuple[int, ...] | None
     sizes: SizeSelector
-    replanner: Replanner
-    devices: Sequence[str]
+    watch: PeakWatch
+    excesses: Excesses
+    has_epochs: bool
     on_plan: Callable[[Plan], None]
     say: Callable[[str], None] | None
     _trace: tuple[Hashable, Any, LayerRecord] | None = dataclasses.field(init=False, default=None)
@@ -202,7 +88,7 @@ class StepPlanner:
 
     def rates(self) -> MachineRates:
         """Return the measured rates of the machine; without a budget, those of an earlier measurement."""
-        return machine_rates(self.say) if self.request.has_budget else stored_rates()
+        return stored_rates() if self.request.budget is None else machine_rates(self.say)
 
     def rewrite(self, method: Callable[[Any], Any], specs: Any, open_specs: Any) -> tuple[StepImporter, Any]:
         """Trace and rewrite a step for `specs`; trace it for `open_specs`, of any size, if nothing is rewritten.
@@ -218,19 +104,21 @@ class StepPlanner:
         step.sizes.set_arguments(specs)
         shape = self.sizes.image_batch_shape
         check_batch_shape(open_specs, self.batch_shape, self.model.name)
-        if shape is None and self.request.has_budget:
+        if shape is None and self.request.budget is not None:
             require_batch_size(traced)
-        aim = self.request.aim(again=self.replanner.is_corrected(step))
+        is_corrected = step.correction.is_replanned or step.correction.excess_before is not None
+        aim = self.request.aim(again=is_corrected)
         with collector_paused(), told_if_slow(f"tflms-sft: {aim} ...", self.say) as stopwatch:
             analysed, importer, plan = self._plan(traced, record, stopwatch)
-        if not self.request.has_budget:  # Nothing is planned again.
+        if self.request.budget is None:  # Nothing is planned again.
             self._trace = self._analysis = None
         if len(self.sizes.steps) > 1 and shape is not None:
             plan = amend_plan(plan, f"for batches of {step.sizes.text()}; each size has its own plan")
         if step.plan is None:
-            tiles, limit = self.request.tiles, None
-            if isinstance(tiles, AutoParams):
-                limit = BatchLimit(plan, analysed, tiles, tell=lambda text: messages.tell(self.say, text))
+            limit = None
+            if self.request.budget is not None:
+                tell = functools.partial(messages.tell, self.say)
+                limit = BatchLimit(plan, analysed, self.request.budget, tell=tell)
             step.settle(plan, stopwatch, analysed.variables, limit)
             self.on_plan(plan)
         if self.sizes.is_selecting and not plan.changed and (specs != open_specs or step.sizes.image_shapes):
@@ -259,7 +147,7 @@ class StepPlanner:
                 variables = variable_bytes(self.model, {id(tensor) for tensor in traced.captured_inputs})
             analysed = analyse_step(traced, record, batch, mode, sizes=sizes)
             variables = (*analysed.variables, *variables)
-            self._analysis = key, dataclasses.replace(analysed, variables=variables, devices=self.devices)
+            self._analysis = key, dataclasses.replace(analysed, variables=variables, devices=self.watch.devices)
         # A copy with equal rates shares the models.
         self._analysis = key, dataclasses.replace(self._analysis[1], rates=self.rates())
         return self._analysis[1]
@@ -274,12 +162,12 @@ class StepPlanner:
         if shape is not None and self.batch_shape is not None:
             step.sizes.raise_batch(shape[0])
         analysed = self._analysed(traced, record, shape[0] if shape else None)
-        is_used = self.replanner.is_used()
+        is_used = bool(self.watch.has_earlier_work)
         analysed = dataclasses.replace(analysed, found=stopwatch.found, in_used_process=is_used)
         is_first = step is self.sizes.steps[0]  # A saved plan is for the first size alone.
         request = self.request if is_first else self.request.without_plan()
         try:
-            return analysed, *self.replanner.rewrite(step, analysed, request)
+            return analysed, *self._rewrite_corrected(step, analysed, request)
         except BudgetError as error:
             if not step.sizes.drop_margin():
                 if len(self.sizes.steps) > 1:
@@ -299,3 +187,73 @@ class StepPlanner:
             step.settle(plan, stopwatch, tf_internals.variable_sizes(traced))
             self.on_plan(plan)
         return importer
+
+    def excess_bytes(self, step: PlannedStep) -> int:
+        """Return measured less predicted peak of an earlier plan: of this step, else of the latest one of the model."""
+        of_step = step.correction.excess_bytes
+        return self.excesses.of(self.model, self.kind) if of_step is None else of_step
+
+    def _correct(self, step: PlannedStep, excess_bytes: int) -> None:
+        """Correct the next plan of this step, and the first plans of other sizes and trainings."""
+        step.correction.excess_bytes = excess_bytes
+        self.excesses.set(self.model, self.kind, excess_bytes)
+
+    def check_first_run(self, step: PlannedStep, plan: Plan) -> None:
+        """Discard a plan whose first step exceeded the budget, so that the next step is planned with a corrected model.
+
+        Raises:
+            BudgetError: If the plan was corrected before.
+        """
+        correction = step.correction
+        if plan.measured is None or not messages.exceeds_budget(plan) or correction.keeps_plan:
+            return
+        if correction.is_replanned:
+            raise messages.over_budget_error(plan, is_used=bool(self.watch.has_earlier_work))
+        if self.say is None:  # Otherwise the line with the measured peak says so.
+            warnings.warn(messages.over_budget_warning(plan), stacklevel=2)
+        correction.is_replanned = True
+        self._correct(step, plan.measured.peak_bytes - plan.predicted.peak_bytes)
+        step.plan_again()
+
+    def check_later_run(self, step: PlannedStep, plan: Plan, measured: Measurement | None) -> None:
+        """Say once for each plan that a later step exceeded the budget; the next epoch, if any, is planned again."""
+        correction = step.correction
+        is_done = correction.later_peak is not None or correction.keeps_plan
+        if measured is None or is_done or not messages.exceeds_budget(plan, measured):
+            return
+        correction.later_peak = measured
+        messages.tell(self.say, messages.later_excess_line(plan, measured, has_epochs=self.has_epochs))
+
+    def plan_again(self) -> None:
+        """Discard the plans that a later step exceeded the budget with, so that the next step is planned again.
+
+        The peak of that step corrects the memory model. If no corrected plan fits, the present one stays.
+        """
+        for step in self.sizes.steps:
+            correction = step.correction
+            peak, correction.later_peak = correction.later_peak, None
+            if peak is not None and step.plan is not None:
+                correction.excess_before = self.excess_bytes(step)
+                self._correct(step, peak.peak_bytes - step.plan.predicted.peak_bytes)
+                step.plan_again()
+
+    def _rewrite_corrected(
+        self, step: PlannedStep, traced: TracedStep, request: RewriteRequest
+    ) -> tuple[StepImporter, Plan]:
+        """Rewrite a step with the corrected model; if no plan fits after a later peak, as before that peak.
+
+        Raises:
+            BudgetError: If no plan fits.
+        """
+        correction = step.correction
+        traced = dataclasses.replace(traced, excess_bytes=self.excess_bytes(step))
+        before, correction.excess_before = correction.excess_before, None
+        try:
+            return rewrite_traced(traced, request)
+        except BudgetError:
+            if before is None:
+                raise
+        correction.keeps_plan = True
+        messages.tell(self.say, messages.NO_SMALLER_PLAN)
+        self._correct(step, before)
+        return rewrite_traced(dataclasses.replace(traced, excess_bytes=before), request)

@@ -27,23 +27,18 @@ class RewriteRequest:
     pipeline: PipelineParams | None = None
 
     @property
-    def has_budget(self) -> bool:
-        """Tell whether a memory budget determines the plan, so that it holds up to one batch size."""
-        return isinstance(self.tiles, AutoParams)
+    def budget(self) -> AutoParams | None:
+        """The budget; the plan for it holds up to one batch size. `None` for explicit parameters."""
+        return self.tiles if isinstance(self.tiles, AutoParams) else None
 
     def without_plan(self) -> RewriteRequest:
         """Return the request without a saved plan; the budget of that plan stays."""
-        tiles = self.tiles.without_plan() if isinstance(self.tiles, AutoParams) else self.tiles
-        return dataclasses.replace(self, tiles=tiles)
+        return self if self.budget is None else dataclasses.replace(self, tiles=self.budget.without_plan())
 
     def aim(self, *, again: bool = False) -> str:
-        """Return the text of the progress line for the time of planning.
-
-        Args:
-            again: Whether a measured peak has corrected the memory model since the previous plan.
-        """
-        if isinstance(self.tiles, AutoParams):
-            budget = self.tiles.without_plan().memory_budget
+        """Return the text of the progress line for planning, `again` if a measured peak has corrected the model."""
+        if self.budget is not None:
+            budget = self.budget.without_plan().memory_budget
             shown = "the free memory" if budget == AUTO else format_bytes(budget)
             return f"planning {'again with the measured peak, ' if again else ''}for a budget of {shown}"
         if self.pipeline is not None:

@@ -67,11 +67,7 @@ class NumTiles:
 
 
 def parse_num_tiles(value: Any, argument: str) -> NumTiles | None:
-    """Parse `"auto"` (returns `None`), a tuple of counts, or a mapping from axis names.
-
-    Args:
-        value: The value of the argument.
-        argument: Its name, for errors.
+    """Parse the value of an argument: `"auto"` (returns `None`), a tuple of counts, or a mapping from axis names.
 
     Raises:
         TypeError: If it is of another type, or a count is not an integer.

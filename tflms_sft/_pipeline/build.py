@@ -31,14 +31,14 @@ from tflms_sft._pipeline import device_selection
 from tflms_sft._pipeline.declarations import check_declarations
 from tflms_sft._pipeline.micro_batch_check import check_micro_batches
 from tflms_sft._pipeline.report import Inside, Planned, plan_of
-from tflms_sft._pipeline.stage_cuts import choose_cuts, cut_names, named_cuts
+from tflms_sft._pipeline.stage_cuts import cut_names, requested_cuts
 from tflms_sft._planner.requested_tiles import StageBounds, plan_sft
 from tflms_sft._planner.swap_planner import swap_in_stages
 from tflms_sft._planner.traced_step import TracedStep, analyse_step
 from tflms_sft._report.pass_dump import write_dump
 from tflms_sft._report.plan import Plan, amend_plan
 from tflms_sft._trace.batch_traces import BatchTraces, require_even, trace
-from tflms_sft._trace.layer_names import captured, display_names, variable_names
+from tflms_sft._trace.layer_names import captured, variable_names
 from tflms_sft._util.text import shortened
 
 _MAX_NAMES = 4
@@ -49,12 +49,7 @@ def build_pipeline(
 ) -> tuple[Any, StepImporter, Plan]:
     """Rewrite a step as a pipeline, and confirm what the user declares about it by a run.
 
-    Args:
-        step: See `rewrite`.
-        chosen: Parameters of the pipeline, and of tiles and swaps in its stages.
-        args: Example arguments.
-        kwargs: Example arguments by keyword.
-        batch: Samples of a full batch, where the arguments leave the size open.
+    A full batch has `batch` samples where the example arguments leave that open.
 
     Returns:
         The step as a concrete function, the importer of the pipeline, and the plan.
@@ -63,37 +58,23 @@ def build_pipeline(
         PipelineError: If the step cannot be split into stages or micro-batches as requested.
         ValueError: If micro-batches do not divide a known batch size.
     """
-    assert chosen.pipeline is not None
-    traces = trace(step, chosen.pipeline, args, kwargs, batch)
-    importer, plan = _build(traces, chosen, batch)
-    if chosen.pipeline.has_declarations and chosen.pipeline.total_micro_batches > 1:
-        sizes = traces.known.sizes if traces.known is not None else {}
-        check_declarations(traces.whole, importer, sizes)
-    return traces.whole, importer, plan
-
-
-def _build(traces: BatchTraces, chosen: RewriteRequest, batch: int | None) -> tuple[StepImporter, Plan]:
-    assert chosen.pipeline is not None
-    if not traces.is_open:
-        traces.batch = traces.batch or batch
-        if traces.batch:
-            require_even(chosen.pipeline, traces.batch)
-        planned, plan = _planned(traces, chosen, chosen.pipeline)
-        return _importer(planned), plan
-    assert traces.known is not None
-    planned, plan = _planned(traces.known, chosen, chosen.pipeline)
-    importer = _importer(planned)
-    importer.sizes, importer.other = traces.known.sizes, _for_any_batch(traces, chosen, planned)
-    note = f"a batch of another size than {traces.batch}, such as the last one of an epoch, runs as one micro-batch"
-    return importer, amend_plan(plan, note, batch_is_fixed=False)
-
-
-def _planned(traces: BatchTraces, chosen: RewriteRequest, params: PipelineParams) -> tuple[Planned, Plan]:
-    """Return the pipeline and its plan."""
-    planned, notes = _built(traces, chosen, params)
-    plan = amend_plan(plan_of(planned), *notes)
+    params = chosen.pipeline
+    assert params is not None
+    traces = trace(step, params, args, kwargs, batch)
+    traces.batch = traces.batch or batch
+    if traces.batch:
+        require_even(params, traces.batch)
+    known = traces.known
+    planned, notes = _built(known or traces, chosen, params)
+    importer, plan = _importer(planned), amend_plan(plan_of(planned), *notes)
     write_dump(planned.built.graph, plan, planned.inside.plans)
-    return planned, plan
+    if known is not None:
+        importer.sizes, importer.other = known.sizes, _for_any_batch(traces, chosen, planned)
+        note = f"a batch of another size than {traces.batch}, such as the last one of an epoch, runs as one micro-batch"
+        plan = amend_plan(plan, note, batch_is_fixed=False)
+    if params.has_declarations and params.total_micro_batches > 1:
+        check_declarations(traces.whole, importer, {} if known is None else known.sizes)
+    return traces.whole, importer, plan
 
 
 def _importer(planned: Planned) -> StepImporter:
@@ -132,7 +113,7 @@ def _built(traces: BatchTraces, chosen: RewriteRequest, params: PipelineParams) 
         analysis, traces.micro, whole=traces.whole, batched=traces.batched, count=traces.count, mode=mode
     )
     parts = split_step(analysis, traces.batched, traces.hints)
-    cuts = _cuts(traced, params)
+    cuts = requested_cuts(traced, params)
     stages = assign_stages(analysis, cuts)
     as_checked = sizes if mode is CanonicalMode.BATCH_ANALYSIS else None
     judgement = check_micro_batches(traces, params, analysis, as_checked)
@@ -161,7 +142,7 @@ def _built(traces: BatchTraces, chosen: RewriteRequest, params: PipelineParams) 
     built = pipeline_pass.pipeline(
         staged.analysis, staged.parts, stages=staged.stages, request=request, schedule=schedule, devices=places
     )
-    return Planned(traces, traced, inside, cuts, schedule, devices, built, where, request), judgement.notes
+    return Planned(traces, traced, inside, cuts, schedule, devices, built, where), judgement.notes
 
 
 def _inside_of_stages(
@@ -177,23 +158,13 @@ def _inside_of_stages(
     left: list[SkippedOps] = []
     if chosen.tiles is not None:
         assert isinstance(chosen.tiles, SFTParams)
-        names = display_names(traced.analysis.graph, traced.record)
-        shown = [", ".join(names.get(t, t.name) for t in cut) for cut in cuts]
+        shown = [", ".join(traced.names.get(t, t.name) for t in cut) for cut in cuts]
         plans, left = plan_sft(traced, chosen.tiles, StageBounds(staged.stages, shown))
         staged = with_tiles(staged, plans) if plans else staged
     tier = None
     if chosen.swaps is not None:
         staged, tier = swap_in_stages(traced, staged, chosen.swaps, devices, schedule.micro_batches)
     return Inside(staged, plans, left, tier, chosen.swaps)
-
-
-def _cuts(traced: TracedStep, params: PipelineParams) -> list[list[Tensor]]:
-    if isinstance(params.stages, tuple):
-        return named_cuts(traced, params.stages)
-    count = params.num_stages
-    if count is None:
-        count = max(len(device_selection.available_devices()) // params.data_replicas, 1)
-    return choose_cuts(traced, count)
 
 
 def _variable_devices(concrete_fn: Any, analysis: GraphAnalysis) -> dict[Tensor, str]:

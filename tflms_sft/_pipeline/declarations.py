@@ -83,12 +83,7 @@ def _output_names(value: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
 def check_declarations(original: Any, importer: StepImporter, sizes: Mapping[int, int]) -> None:
     """Run the original step and the pipeline once on random data, and compare outputs and variables.
 
-    All variables are put back.
-
-    Args:
-        original: The step as a concrete function.
-        importer: Importer of the pipeline.
-        sizes: Leading sizes of arguments whose first axis is open, by position.
+    All variables are put back. `sizes` are the leading sizes of arguments whose first axis is open, by position.
 
     Raises:
         PipelineError: If the results differ by more than rounding explains, or if they cannot be compared: the original

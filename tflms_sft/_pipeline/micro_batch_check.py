@@ -125,10 +125,7 @@ def _analysed(traces: BatchTraces) -> tuple[GraphAnalysis, TraceComparison]:
 class _Check:
     """Analyses a step and turns findings into refusals and notes.
 
-    Args:
-        traces: Traces for a batch and for a micro-batch.
-        params: Parameters of the pipeline.
-        analysed: Analysis of the step for a micro-batch, and comparison of the traces, if there are any.
+    `analysed` is the analysis of the step for a micro-batch, and the comparison of the traces, if there are any.
     """
 
     def __init__(
@@ -188,10 +185,6 @@ class _Check:
 
     def refuse_difference(self, traces: BatchTraces, size: int) -> None:
         """Refuse a step that micro-batches cannot compute, or combine otherwise, if an open axis has another size.
-
-        Args:
-            traces: Traces for that size.
-            size: The size.
 
         Raises:
             PipelineError: With the reason.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Container, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
@@ -16,7 +15,6 @@ from rewriters.device.peak_memory import concurrent_scratch, most_alive
 from rewriters.emission.tile_pass import SegmentPlan, loop_nodes
 from rewriters.ir import tf_internals
 from rewriters.ir.graph import LOOPS, Node, Tensor
-from rewriters.pipelining.micro_batch_unroll import UnrollSpec
 from rewriters.pipelining.pipeline_pass import Pipelined, owner_device
 from rewriters.pipelining.schedule_simulator import draw, simulate
 from rewriters.pipelining.schedules import Direction, Schedule
@@ -27,20 +25,17 @@ from rewriters.swapping.tiers import DiskTier, HostTier
 from rewriters.tiling.ft_segments import SkippedOps
 from tflms_sft._params import device_names
 from tflms_sft._params.swap_params import SwapParams
-from tflms_sft._planner import swap_planner
-from tflms_sft._planner.plan_description import described_segments, peak_names, prediction, reasons
+from tflms_sft._planner.plan_description import described_segments, prediction, reasons
+from tflms_sft._planner.swap_planner import with_swap_records
 from tflms_sft._planner.traced_step import TracedStep, analyse_step, predict
 from tflms_sft._report.pipeline_plan import PlannedPipeline, PlannedStage
-from tflms_sft._report.plan import Plan
+from tflms_sft._report.plan import Plan, amend_plan
 from tflms_sft._report.plan_records import PlannedSwap, Prediction
+from tflms_sft._trace.batch_traces import BatchTraces
 from tflms_sft._trace.layer_names import captured, display_names
 
-if TYPE_CHECKING:
-    from tflms_sft._trace.batch_traces import BatchTraces
-
-
 WITH_THE_SLOT = "the previous slot"
-"""After what a swap-in starts that nothing in its own slot holds back."""
+"""Start of a swap-in that no op in its own slot triggers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,11 +43,11 @@ class Inside:
     """Tile loops and swaps inside of stages.
 
     Attributes:
-        staged: The step of a micro-batch after it.
-        plans: Segments that run tile by tile.
-        left: What is not tiled.
-        tier: Where tensors are swapped to, if any are.
-        swaps: What was asked for then.
+        staged: The step of a micro-batch with them.
+        plans: Segments to tile.
+        left: Ops that cannot be tiled, with reasons.
+        tier: Destination of swapped tensors, if any.
+        swaps: Parameters of the swaps.
     """
 
     staged: StagedStep
@@ -68,14 +63,13 @@ class Planned:
 
     Attributes:
         traces: The step.
-        traced: Its analysis, for one micro-batch, before anything is done inside of stages.
-        inside: What is.
-        cuts: What stages end with.
-        schedule: What devices run.
+        traced: Its analysis for one micro-batch, without tile loops and swaps.
+        inside: Tile loops and swaps.
+        cuts: Tensors that stages end with.
+        schedule: Slots of the devices.
         devices: Their names.
         built: The pipeline.
-        where: Where each variable is of which that is known, by its handle.
-        request: How the step was cut into micro-batches; for a report it does not matter.
+        where: Devices of variables by their handles, where they are known.
     """
 
     traces: BatchTraces
@@ -86,7 +80,6 @@ class Planned:
     devices: Sequence[str]
     built: Pipelined
     where: Mapping[Tensor, str]
-    request: UnrollSpec
 
     @property
     def staged(self) -> StagedStep:
@@ -108,7 +101,7 @@ class Planned:
         """Tensors sent between stages; a swapped tensor is sent as a key of its tier."""
         return [item for item in stage_transfers(self.analysis, self.stages) if item[0].node not in self.staged.outs]
 
-    @property
+    @functools.cached_property
     def sizes_of_variables(self) -> list[tuple[Tensor, int]]:
         """Bytes of each variable, by its handle."""
         handles = (handle for handle, _ in captured(self.traces.micro, self.analysis.graph))
@@ -120,21 +113,8 @@ class Planned:
         return display_names(self.analysis.graph, self.traced.record)
 
 
-@dataclasses.dataclass(frozen=True)
-class _ResidentBytes:
-    """Bytes of a stage that its device holds during the whole step.
-
-    Attributes:
-        weights: Of its weights.
-        beside: Of what an optimizer has beside them.
-    """
-
-    weights: int
-    beside: int
-
-
 class _Stage:
-    """Ops of a stage for one micro-batch, in order."""
+    """Ops of a stage for one micro-batch, in order, and the bytes of its weights and of the optimizer's slots."""
 
     def __init__(self, planned: Planned, number: int) -> None:
         analysis, parts, outs = planned.analysis, planned.staged.parts, planned.staged.outs
@@ -146,9 +126,14 @@ class _Stage:
         self.forward = [n for n in stage_ops if n not in analysis.backward]
         self.backward = [n for n in stage_ops if n in analysis.backward]
         forward = {n for n in parts.per_micro_batch if n not in analysis.backward and n not in outs}
-        # What a later stage's backward phase sends is there only while it is read.
+        # A tensor that the backward phase of a later stage sends is alive only while it is read.
         read = dict.fromkeys(t for node in self.backward for t in node.inputs if t.node in forward)
         self.waiting_bytes = sum(t.num_bytes(self.batch) for t in read)
+        sizes, owner, beside = planned.sizes_of_variables, planned.stages.owner, planned.stages.beside
+        self.weight_bytes = sum(size for handle, size in sizes if owner.get(handle) == number)
+        # Counters and metrics belong to no stage, and count as slots of the first one.
+        slots = (size for handle, size in sizes if handle not in owner and beside.get(handle, 0) == number)
+        self.slot_bytes = sum(slots)
 
     def working(self, nodes: Sequence[Node]) -> int:
         """Return the peak bytes of the results of some ops."""
@@ -191,13 +176,12 @@ class _Stage:
 
 def plan_of(planned: Planned) -> Plan:
     """Return the plan of a pipeline."""
-    traces, traced, schedule = planned.traces, planned.traced, planned.schedule
+    traces, traced, schedule, names = planned.traces, planned.traced, planned.schedule, planned.names
     one = schedule.micro_batches == 1
     whole = traced if one else analyse_step(traces.whole, None, traces.batch, CanonicalMode.EXACT)
     whole = dataclasses.replace(whole, rates=traced.rates)
     stages = [_Stage(planned, number) for number in range(planned.stages.count)]
-    held = _held(planned)
-    described = tuple(_described(planned, number, stage, held[number]) for number, stage in enumerate(stages))
+    described = tuple(_described(planned, number, stage) for number, stage in enumerate(stages))
     simulation = simulate(
         schedule,
         [stage.forward_seconds for stage in described],
@@ -211,20 +195,18 @@ def plan_of(planned: Planned) -> Plan:
         stages=described,
         devices=tuple(planned.devices),
         slots=tuple(tuple(f"{s.kind.value}{s.micro_batch}.{s.stage}" for s in slots) for slots in schedule.devices),
-        peak_bytes=_peaks(planned, held, stages),
+        peak_bytes=_peaks(planned, stages),
         seconds=simulation.seconds,
         idle=simulation.bubble,
-        crossing=_crossing(planned),
+        crossing=tuple((names.get(t, t.name), a, b, t.num_bytes(traced.batch)) for t, a, b in planned.crossings),
         results=_results(planned),
         chart=draw(simulation),
     )
-    names = display_names(whole.analysis.graph, whole.record)
-    original = prediction(whole, [], whole.analysis.graph, names, predict(whole, [], limit=0))
-    fixed = max(stage_bytes.weights + stage_bytes.beside for stage_bytes in held)
+    original = prediction(whole, predict(whole, [], limit=0), whole.analysis.graph)
+    fixed = max(stage.weight_bytes + stage.slot_bytes for stage in stages)
     ratio = simulation.seconds / whole.seconds
     after = Prediction(max(pipeline.peak_bytes), fixed, ratio, (), seconds=simulation.seconds)
-    layer_names = display_names(traced.analysis.graph, traced.record)
-    segments, outside = described_segments(traced, planned.inside.plans, layer_names)
+    segments, outside = described_segments(traced, planned.inside.plans)
     plan = Plan(
         changed=True,
         batch=whole.batch,
@@ -242,19 +224,11 @@ def plan_of(planned: Planned) -> Plan:
 
 def _with_swaps(planned: Planned, tier: HostTier | DiskTier, plan: Plan) -> Plan:
     """Return the plan with the swaps of one micro-batch."""
-    staged, batch = planned.staged, planned.traced.batch
-    names, graph = peak_names(planned.traced), staged.analysis.graph
-    planned_swaps = swap_planner.described(staged.swaps, batch, names, graph)
+    staged = planned.staged
+    plan = with_swap_records(plan, planned.traced, staged.analysis.graph, staged.swaps, staged.left, tier)
     slotted = set(scheduled_ops(staged.analysis, staged.parts, staged.stages))
-    return dataclasses.replace(
-        plan,
-        swaps=tuple(
-            _in_stages(planned, slotted, swap, one) for swap, one in zip(staged.swaps, planned_swaps, strict=True)
-        ),
-        swap_tier="host" if isinstance(tier, HostTier) else "disk",
-        not_swapped=swap_planner.described_reasons(staged.left, names, graph),
-        notes=swap_planner.notes(tier),
-    )
+    pairs = zip(staged.swaps, plan.swaps, strict=True)
+    return amend_plan(plan, swaps=tuple(_in_stages(planned, slotted, swap, record) for swap, record in pairs))
 
 
 def _in_stages(planned: Planned, slotted: Container[Node], swap: Swap, planned_swap: PlannedSwap) -> PlannedSwap:
@@ -267,10 +241,9 @@ def _in_stages(planned: Planned, slotted: Container[Node], swap: Swap, planned_s
     return dataclasses.replace(planned_swap, controls=tuple(controls))
 
 
-def _described(planned: Planned, number: int, stage: _Stage, held: _ResidentBytes) -> PlannedStage:
+def _described(planned: Planned, number: int, stage: _Stage) -> PlannedStage:
     traced, cuts, names = planned.traced, planned.cuts, planned.names
     analysis, batch = planned.analysis, traced.batch
-    layer_names = display_names(traced.analysis.graph, traced.record)
     forward = [(t, a, b) for t, a, b in planned.crossings if t.node not in analysis.backward]
     sent = sum(t.num_bytes(batch) for t in {t for t, source, _ in forward if source == number})
     come = dict.fromkeys(names.get(t, t.name) for t, source, target in forward if source < number == target)
@@ -278,10 +251,10 @@ def _described(planned: Planned, number: int, stage: _Stage, held: _ResidentByte
         number=number,
         devices=tuple(planned.devices[index] for index in _devices_of(planned.schedule, number)),
         entries=tuple(come),
-        exit=", ".join(layer_names.get(t, t.name) for t in cuts[number]) if number < len(cuts) else "",
+        exit=", ".join(traced.names.get(t, t.name) for t in cuts[number]) if number < len(cuts) else "",
         forward_ops=len(stage.forward),
         backward_ops=len(stage.backward),
-        weight_bytes=held.weights + held.beside,
+        weight_bytes=stage.weight_bytes + stage.slot_bytes,
         waiting_bytes=stage.waiting_bytes,
         forward_seconds=stage.seconds(stage.forward),
         backward_seconds=stage.seconds(stage.backward),
@@ -306,28 +279,10 @@ def _devices_of(schedule: Schedule, stage: int) -> list[int]:
     return [first, *(other for other in schedule.devices_of(stage) if other != first)]
 
 
-def _crossing(planned: Planned) -> tuple[tuple[str, int, int, int], ...]:
-    traced, names = planned.traced, planned.names
-    transfers = planned.crossings
-    return tuple((names.get(t, t.name), a, b, t.num_bytes(traced.batch)) for t, a, b in transfers)
-
-
-def _held(planned: Planned) -> list[_ResidentBytes]:
-    """Return the bytes of the variables of each stage; counters and metrics belong to no stage."""
-    stages = planned.stages
-    weight_bytes, slot_bytes = [0] * stages.count, [0] * stages.count
-    for handle, size in planned.sizes_of_variables:
-        if handle in stages.owner:
-            weight_bytes[stages.owner[handle]] += size
-        else:
-            slot_bytes[stages.beside.get(handle, 0)] += size
-    return [_ResidentBytes(*both) for both in zip(weight_bytes, slot_bytes, strict=True)]
-
-
-def _peaks(planned: Planned, held: Sequence[_ResidentBytes], stages: Sequence[_Stage]) -> tuple[int, ...]:
+def _peaks(planned: Planned, stages: Sequence[_Stage]) -> tuple[int, ...]:
     """Return the predicted peak of each device: variables and their copies, accumulated gradients, activations.
 
-    That is what waits of micro-batches and what a slot makes, or at the end what the update makes.
+    Activations are the tensors saved for the backward pass and the results of a slot, or at the end of the update.
     """
     schedule = planned.schedule
     working = [
@@ -337,10 +292,10 @@ def _peaks(planned: Planned, held: Sequence[_ResidentBytes], stages: Sequence[_S
     variable_bytes, weight_bytes = _variables_on(planned)
     result = []
     for number, slots in enumerate(schedule.devices):
-        read = sum(held[stage].weights for stage in schedule.stages_on(number))
+        read = sum(stages[stage].weight_bytes for stage in schedule.stages_on(number))
         homes = [stage for stage in schedule.stages_on(number) if owner_device(schedule, stage) == number]
         copies = read - weight_bytes[number]
-        added = sum(held[stage].weights for stage in homes) if schedule.micro_batches > 1 else 0
+        added = sum(stages[stage].weight_bytes for stage in homes) if schedule.micro_batches > 1 else 0
         alive, most = 0, 0
         for slot in slots:
             most = max(most, alive + working[slot.stage][slot.kind])
@@ -354,7 +309,7 @@ def _peaks(planned: Planned, held: Sequence[_ResidentBytes], stages: Sequence[_S
 def _variables_on(planned: Planned) -> tuple[list[int], list[int]]:
     """Return the bytes of variables on each device, and those of the weights of its own stages.
 
-    One of which it is not known where it is counts as on the device of its stage.
+    A variable of unknown device counts on the device of its stage.
     """
     stages, schedule = planned.stages, planned.schedule
     variable_bytes, weight_bytes = [0] * len(planned.devices), [0] * len(planned.devices)
@@ -364,7 +319,7 @@ def _variables_on(planned: Planned) -> tuple[list[int], list[int]]:
         place = planned.where.get(handle, planned.devices[number])
         if not device_names.is_same_device(planned.devices[number], place):
             number = next((n for n, name in enumerate(planned.devices) if device_names.is_same_device(name, place)), -1)
-        if number >= 0:  # Or on a device that runs nothing.
+        if number >= 0:  # Else it is on a device that runs nothing.
             variable_bytes[number] += size
             weight_bytes[number] += size if handle in stages.owner and stage in schedule.stages_on(number) else 0
     return variable_bytes, weight_bytes
@@ -377,12 +332,12 @@ def _of_update(planned: Planned, number: int) -> int:
     names = {node.name for node in planned.staged.parts.update}
     update = [n for n in graph.execution_order() if n.name in names]
     here = [n for n in update if n.device and device_names.is_same_device(n.device, planned.devices[number])]
-    here = [n for n in here if n.op != "ReadVariableOp"]  # What reads a variable where it is makes nothing.
+    here = [n for n in here if n.op != "ReadVariableOp"]  # A read of a variable on its device allocates nothing.
     computed, local = set(update), set(here)
     inputs = {t for node in here for t in node.inputs if t.node not in local and t.dtype != tf.resource}
     gradients = {t for t in inputs if t.node not in computed and t.node.op != "ReadVariableOp"}
     come = [t for t in inputs - gradients if not device_names.is_same_device(t.node.device, planned.devices[number])]
-    largest = max((t.num_bytes(batch) for t in come), default=0)  # Each is read as soon as it is there.
+    largest = max((t.num_bytes(batch) for t in come), default=0)  # Each is read as soon as it arrives.
     return sum(t.num_bytes(batch) for t in gradients) + largest + most_alive(here, batch)
 
 

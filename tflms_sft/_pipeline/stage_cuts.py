@@ -12,14 +12,23 @@ from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.errors import PipelineError
 from rewriters.ir.graph import Tensor, ancestors, producers
 from rewriters.pipelining.stage_assignment import Separators, separators
+from tflms_sft._params.pipeline_params import PipelineParams
+from tflms_sft._pipeline.device_selection import available_devices
 from tflms_sft._planner.traced_step import TracedStep
-from tflms_sft._trace.layer_names import display_names, of_all_calls, resolve
+from tflms_sft._trace.layer_names import of_all_calls, resolve
 
 MAX_STAGE_RATIO = 1.25
 """Largest stage over that of the most even cuts, and their smallest stage over a smaller one, for less to be sent."""
 
 
-def named_cuts(traced: TracedStep, names: Sequence[str]) -> list[list[Tensor]]:
+def requested_cuts(traced: TracedStep, params: PipelineParams) -> list[list[Tensor]]:
+    """Return the tensors of each cut: those named, or for a number of stages, by default one for each device."""
+    if isinstance(params.stages, tuple):
+        return _named_cuts(traced, params.stages)
+    return _choose_cuts(traced, params.num_stages or max(len(available_devices()) // params.data_replicas, 1))
+
+
+def _named_cuts(traced: TracedStep, names: Sequence[str]) -> list[list[Tensor]]:
     """Return the tensors of each cut, given the names of layers, ops or tensors.
 
     A layer that several batches pass, such as fakes and reals in a discriminator, is cut at each of its calls. A layer
@@ -50,19 +59,18 @@ def _depends(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
 
 
 def cut_names(traced: TracedStep, cuts: Sequence[Sequence[Tensor]]) -> tuple[str, ...]:
-    """Return for each cut a name that `named_cuts` resolves to its tensors."""
+    """Return for each cut a name that `requested_cuts` resolves to its tensors."""
     graph, record = traced.analysis.graph, traced.record
-    names = display_names(graph, record)
     shown = []
     for first, *others in cuts:
-        name = names.get(first, first.name)
+        name = traced.names.get(first, first.name)
         layer = name.rpartition("/")[0]
         calls = list(itertools.chain(*of_all_calls(layer, graph, record))) if others else []
         shown.append(layer if calls == [first, *others] else name)
     return tuple(shown)
 
 
-def choose_cuts(traced: TracedStep, count: int) -> list[list[Tensor]]:
+def _choose_cuts(traced: TracedStep, count: int) -> list[list[Tensor]]:
     """Return the cuts with the most even bytes saved for the backward pass; of nearly even ones the smallest tensors.
 
     Raises:
@@ -71,8 +79,7 @@ def choose_cuts(traced: TracedStep, count: int) -> list[list[Tensor]]:
     if count == 1:
         return []
     candidates = separators(traced.analysis, traced.batch)
-    names = display_names(traced.analysis.graph, traced.record)
-    layers = candidates.only([t for t in candidates.tensors if t in names])
+    layers = candidates.only([t for t in candidates.tensors if t in traced.names])
     candidates = layers if len(layers.tensors) >= count - 1 else candidates
     available = len(candidates.tensors)
     if available < count - 1:
@@ -95,15 +102,10 @@ def _best(
     together: Callable[[float, float], float],
     cost: Callable[[float, float], float] = lambda size, sent: size,
 ) -> tuple[float, list[int]]:
-    """Return the least cost and the cuts of it, by dynamic programming over (number of cuts, last cut).
+    """Return the least cost of `count` stages, and its cuts, by dynamic programming over (number of cuts, last cut).
 
-    Args:
-        candidates: Tensors that can be cuts.
-        count: Number of stages.
-        smallest: Minimum bytes of a stage.
-        largest: Maximum bytes of a stage.
-        together: Combines the cost of some stages with that of the next one.
-        cost: Maps the bytes of a stage and the bytes that it sends to its cost.
+    A stage has from `smallest` to `largest` bytes. `cost` maps its bytes and the bytes that it sends to its cost, which
+    `together` combines with that of the stages before it.
     """
     ends = [*candidates.before, candidates.total]
     sent = [*candidates.num_bytes, 0]

@@ -17,8 +17,9 @@ from rewriters.pipelining.stage_assignment import Stages, assign_stages
 from tflms_sft._params import device_names
 from tflms_sft._params.pipeline_params import PipelineParams
 from tflms_sft._pipeline import device_selection
-from tflms_sft._pipeline.stage_cuts import choose_cuts, cut_names, named_cuts
+from tflms_sft._pipeline.stage_cuts import cut_names, requested_cuts
 from tflms_sft._planner.traced_step import TracedStep, analyse_step
+from tflms_sft._trace.layer_names import captured
 from tflms_sft._trace.step_tracing import trace_step
 from tflms_sft._util.keras_internals import forget_functions, replace_value
 
@@ -63,7 +64,7 @@ def stage_devices(
     params = PipelineParams(cuts, devices=devices)
     _check_model(model)
     traced = _probe(model, _specs(model, inputs))
-    chosen = _chosen(traced, params)
+    chosen = requested_cuts(traced, params)
     stages = assign_stages(traced.analysis, chosen)
     places = device_selection.select_devices(params, stages.count)
     moved = [_move(variable, places[stage]) for variable, stage in _stage_of_variables(model, traced, stages)]
@@ -111,17 +112,9 @@ def _probe(model: Any, specs: Any) -> TracedStep:
     return analyse_step(concrete_fn, record, None, CanonicalMode.BATCH_ANALYSIS, merge_constants=False)
 
 
-def _chosen(traced: TracedStep, params: PipelineParams) -> list[list[Any]]:
-    if isinstance(params.stages, tuple):
-        return named_cuts(traced, params.stages)
-    return choose_cuts(traced, params.num_stages or len(device_selection.available_devices()))
-
-
 def _stage_of_variables(model: Any, traced: TracedStep, stages: Stages) -> list[tuple[Any, int]]:
-    concrete_fn = traced.concrete_fn
-    count = len(concrete_fn.inputs) - len(concrete_fn.captured_inputs)
-    captured = zip(traced.analysis.graph.inputs[count:], concrete_fn.captured_inputs, strict=True)
-    stage_of = {id(tensor): stages.owner[handle] for handle, tensor in captured if handle in stages.owner}
+    captures = captured(traced.concrete_fn, traced.analysis.graph)
+    stage_of = {id(tensor): stages.owner[handle] for handle, tensor in captures if handle in stages.owner}
     pairs = ((variable, stage_of.get(id(variable.value.handle))) for variable in model.variables)
     return [(variable, stage) for variable, stage in pairs if stage is not None]
 

@@ -21,7 +21,7 @@ from rewriters.tiling.ft_segments import TileableComponent, find_components, rec
 from rewriters.tiling.segment import Segment
 from tflms_sft._planner.block_search import BlockChoice, target_bytes
 from tflms_sft._planner.tile_search import ChainSearch, Segmentation
-from tflms_sft._planner.traced_step import Candidate, TracedStep, predict
+from tflms_sft._planner.traced_step import Candidate, TracedStep, predicted_peak
 from tflms_sft._planner.training_blocks import TrainingBlocks
 
 TIME_EXPONENT = 1.5
@@ -46,12 +46,9 @@ PlanSegment = Callable[[Segment], SegmentPlan]
 def best_candidate(traced: TracedStep, candidates: Iterable[Candidate], max_fraction: float) -> Candidate | None:
     """Return the candidate with the lowest product of memory and weighted time; `None` if none saves memory.
 
-    Args:
-        traced: The step.
-        candidates: Plans, predicted for fresh memory.
-        max_fraction: Highest peak, over that of the original step.
+    Candidates are predicted for fresh memory. `max_fraction` is the highest peak, over that of the original step.
     """
-    original, _ = predict(traced, [], limit=0)
+    original = predicted_peak(traced, [], limit=0)
     best, lowest = None, math.inf
     for candidate in candidates:
         fraction = candidate.peak.peak_bytes / original.peak_bytes
@@ -62,12 +59,7 @@ def best_candidate(traced: TracedStep, candidates: Iterable[Candidate], max_frac
 
 
 class RequestedSearch(ChainSearch):
-    """Segments of a training step without barriers in requested tiles.
-
-    Args:
-        traced: The step.
-        plan: Plans a segment.
-    """
+    """Segments of a training step without barriers in requested tiles."""
 
     def __init__(self, traced: TracedStep, plan: PlanSegment) -> None:
         components, left = find_components(traced.analysis)
@@ -144,6 +136,7 @@ class _RequestedBlocks(TrainingBlocks):
         batch, plan = self._traced.batch, self._plan(segment)
         saves = [save.saved for loop in plan.loops for save in loop.saves]
         gradients = (*segment.grad_entries, *segment.grad_exits, *segment.reductions)
+        iteration_bytes = max(self._traced.loop_memory.peak_bytes(loop, batch) for loop in plan.loops)
         return BlockChoice(
             first=first,
             last=last,
@@ -151,14 +144,6 @@ class _RequestedBlocks(TrainingBlocks):
             forward_grid=plan.loops[0].grid,
             halo=plan.halo,
             saved_bytes=sum(tensor.num_bytes(batch) for tensor in (*segment.exits, *saves)),
-            working_bytes=_iteration_bytes(self._traced, plan) + sum(tensor.num_bytes(batch) for tensor in gradients),
-            seconds=_seconds(self._traced, plan),
+            working_bytes=iteration_bytes + sum(tensor.num_bytes(batch) for tensor in gradients),
+            seconds=sum_in_order(map(self._traced.costs.tile_loop, plan.loops)),
         )
-
-
-def _iteration_bytes(traced: TracedStep, plan: SegmentPlan) -> int:
-    return max(traced.loop_memory.peak_bytes(loop, traced.batch) for loop in plan.loops)
-
-
-def _seconds(traced: TracedStep, plan: SegmentPlan) -> float:
-    return sum_in_order(map(traced.costs.tile_loop, plan.loops))

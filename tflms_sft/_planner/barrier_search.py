@@ -208,12 +208,7 @@ def _largest_result(traced: TracedStep, segment: Segment) -> int:
 
 
 class CheckpointPlan:
-    """The loops that follow from one set of checkpoints, in any number of tiles.
-
-    Args:
-        estimates: Estimates of loops.
-        segment: The segment with these checkpoints.
-    """
+    """The loops of a segment with one set of checkpoints, in any number of tiles."""
 
     def __init__(self, estimates: LoopEstimates, segment: Segment) -> None:
         self._traced = estimates.traced
@@ -253,7 +248,7 @@ class CheckpointPlan:
     def smallest(self) -> Candidate:
         """Plan with small iterations."""
         if self._smallest is None:
-            self._smallest = self._candidate(self._small_plan)
+            self._smallest = predict(self._traced, [self._small_plan])
             self.least_bytes = self._smallest.peak.peak_bytes
         return self._smallest
 
@@ -262,9 +257,6 @@ class CheckpointPlan:
         loops = self._loops[Halo.RECOMPUTE]
         num_bytes = MIN_ITERATION_FRACTION * _largest_result(self._traced, loops.segment)
         return loops.planned(loops.small_iterations(num_bytes))
-
-    def _candidate(self, plan: SegmentPlan, limit: int | None = None) -> Candidate:
-        return Candidate([plan], *predict(self._traced, [plan], limit=limit))
 
     @functools.cached_property
     def _bytes_beside(self) -> tuple[list[int], int]:
@@ -298,7 +290,7 @@ class CheckpointPlan:
                 return self.smallest
             grids = tuple(self._for_target(halo, step)[1])
             if grids not in modelled:
-                modelled[grids] = self._candidate(self._loops[halo].planned(grids), limit)
+                modelled[grids] = predict(self._traced, [self._loops[halo].planned(grids)], limit=limit)
             return modelled[grids] if modelled[grids].peak.peak_bytes <= limit else None
 
         above, step = first + 1, first
@@ -318,7 +310,7 @@ class CheckpointPlan:
     def fits(self, limit: int) -> bool:
         """Return whether the step with small iterations stays within `limit` bytes."""
         if self._smallest is None and self.least_bytes <= limit:
-            candidate = self._candidate(self._small_plan, limit)
+            candidate = predict(self._traced, [self._small_plan], limit=limit)
             self.least_bytes = candidate.peak.peak_bytes
             if self.least_bytes <= limit:  # Else modelling stopped at the first state above the limit.
                 self._smallest = candidate

@@ -141,13 +141,7 @@ class BudgetPlan:
 
 @dataclasses.dataclass(frozen=True)
 class FeasiblePlan:
-    """A plan that fits.
-
-    Attributes:
-        plan: Tiles and swaps.
-        seconds: Time of the step.
-        peak_bytes: Predicted peak of the step.
-    """
+    """A plan that fits, with the predicted time and peak of the step."""
 
     plan: BudgetPlan
     seconds: float
@@ -158,12 +152,7 @@ def plans_within_budget(traced: TracedStep, params: AutoParams, advise: bool = F
     """Yield the plans that fit, the fastest first; the next one is for a caller who cannot carry out the one before.
 
     That happens with tiles and swaps: they are weighed by a skeleton of the tiled graph, which may have tensors to
-    swap where the graph itself has none.
-
-    Args:
-        traced: A step.
-        params: The budget.
-        advise: Whether to note for a slow plan the time with larger budgets.
+    swap where the graph itself has none. With `advise`, a slow plan notes the time with larger budgets.
 
     Raises:
         BudgetError: After the last plan, with the smallest budget that can be met and the largest tensor then. If the
@@ -196,11 +185,9 @@ def plans_within_budget(traced: TracedStep, params: AutoParams, advise: bool = F
 
 
 def least_memory(traced: TracedStep, params: AutoParams) -> Candidate:
-    """Return the plan with the lowest peak; a budget can be met if this plan meets it. Takes less time than a search.
+    """Return the plan with the lowest peak, with the swaps that `params` allow; it meets all budgets that can be met.
 
-    Args:
-        traced: A training step.
-        params: Swaps that are allowed.
+    This takes less time than a search.
     """
     if params.swap is True and _reason_without_swaps(traced, params):
         params = dataclasses.replace(params, swap=False)
@@ -360,12 +347,7 @@ def _together(
 
 
 class TilesInFiles:
-    """Tile plans whose loops write large results to files.
-
-    Args:
-        traced: The step.
-        files: Rule that selects the results in files.
-    """
+    """Tile plans whose loops write the large results that `files` selects to files."""
 
     def __init__(self, traced: TracedStep, files: FileBuffers) -> None:
         self._traced = dataclasses.replace(traced, files=files)
@@ -398,13 +380,7 @@ class TilesInFiles:
 
 
 class LeastMemory:
-    """The plans that need least: the smallest tiles, in memory and in files, and swaps of small tensors too.
-
-    Args:
-        traced: The step.
-        search: Its tile plans.
-        params: The budget.
-    """
+    """The plans that need least: the smallest tiles, in memory and in files, and swaps of small tensors too."""
 
     def __init__(self, traced: TracedStep, search: TileSearch, params: AutoParams) -> None:
         self._traced = traced

@@ -129,13 +129,7 @@ class InferenceTilings:
 
 
 class InferenceBlocks(ComponentBlocks):
-    """A component of a step without gradients as a chain of blocks.
-
-    Args:
-        estimates: Estimates of loops.
-        component: The component.
-        live: Lifetimes of tensors.
-    """
+    """A component of a step without gradients as a chain of blocks."""
 
     def __init__(self, estimates: LoopEstimates, component: TileableComponent, live: LiveTensors) -> None:
         super().__init__(estimates.traced, component, _bounds(estimates.traced, component))

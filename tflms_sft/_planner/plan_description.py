@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from rewriters.device.peak_memory import Peak
 from rewriters.emission.tile_pass import SegmentPlan, loop_nodes, tile_segments, tile_skeleton
 from rewriters.estimates.unmodelled import unmodelled
-from rewriters.ir.graph import Graph, Tensor
+from rewriters.ir.graph import Graph
 from rewriters.ir.graph_pass import run_pass
 from rewriters.scheduling.updates_after_reads import RunUpdatesAfterReads
 from rewriters.tiling.ft_segments import SkippedOps
@@ -35,7 +35,7 @@ from tflms_sft._report.plan_records import PlannedSegment, Prediction
 from tflms_sft._report.segment_report import Share, describe_segment, shares
 from tflms_sft._report.summary import MAX_LARGEST
 from tflms_sft._report.summary import transient_memory as transient_texts
-from tflms_sft._trace.layer_names import display_names, part_name
+from tflms_sft._trace.layer_names import part_name
 from tflms_sft._util.byte_sizes import format_bytes
 from tflms_sft._util.text import shortened
 
@@ -46,31 +46,25 @@ MAX_NAMES = 3
 def emit_and_describe(
     traced: TracedStep, plans: list[SegmentPlan], left: Sequence[SkippedOps], budget: int | None
 ) -> tuple[Graph, Plan]:
-    """Emit the graph, and return it with its plan.
+    """Emit the graph, and return it with its plan, which may have been made for a budget.
 
-    Args:
-        traced: The step.
-        plans: Its segments.
-        left: Ops that cannot be tiled, with reasons.
-        budget: Bytes, if the plan was made for a budget.
+    `left` has the ops that cannot be tiled, with reasons.
     """
     analysis = traced.analysis
     if plans:
         graph = tile_segments(analysis, plans, traced.files)
     else:
         graph = run_pass(RunUpdatesAfterReads(()), analysis.graph).graph
-    names = display_names(analysis.graph, traced.record)
     # For a budget, predict as the search did: by a skeleton, and for every state of the device's memory.
     # Otherwise memory is assumed to be fresh.
     limit = None if budget else 0
-    plain = traced.plain if budget else Candidate([], *predict(traced, [], limit=limit))
-    original = prediction(traced, [], analysis.graph, names, (plain.peak, plain.time_ratio))
-    predicted = original
+    plain = traced.plain if budget else predict(traced, [], limit=limit)
+    original = predicted = prediction(traced, plain, analysis.graph)
     if plans:
         seen = tile_skeleton(analysis, plans, traced.files) if budget else graph
         peak = predicted_peak(traced, plans, limit=limit, graph=seen)
-        predicted = prediction(traced, plans, seen, names, (peak, time_ratio(traced, plans)))
-    segments, outside = described_segments(traced, plans, names)
+        predicted = prediction(traced, Candidate(plans, peak, time_ratio(traced, plans)), seen)
+    segments, outside = described_segments(traced, plans)
     plan = Plan(
         changed=bool(plans),
         batch=traced.batch,
@@ -88,14 +82,13 @@ def emit_and_describe(
     return graph, plan
 
 
-def described_segments(
-    traced: TracedStep, plans: Sequence[SegmentPlan], names: Mapping[Tensor, str]
-) -> tuple[tuple[PlannedSegment, ...], Share]:
+def described_segments(traced: TracedStep, plans: Sequence[SegmentPlan]) -> tuple[tuple[PlannedSegment, ...], Share]:
     """Return the segments of a step as a plan reports them, and the share of all other ops."""
     *parts, outside = shares(traced.costs, plans, traced.seconds)
     pairs = zip(plans, parts, strict=True)
     described = (
-        describe_segment(traced.costs, traced.loop_memory, plan, share=share, names=names) for plan, share in pairs
+        describe_segment(traced.costs, traced.loop_memory, plan, share=share, names=traced.names)
+        for plan, share in pairs
     )
     return tuple(described), outside
 
@@ -120,27 +113,13 @@ def _notes(traced: TracedStep) -> tuple[str, ...]:
 
 def peak_names(traced: TracedStep) -> PeakNames:
     """Return the display names of tensors and ops of the step."""
-    return PeakNames(traced.analysis, traced.record, display_names(traced.analysis.graph, traced.record))
+    return PeakNames(traced.analysis, traced.record, traced.names)
 
 
-def prediction(
-    traced: TracedStep,
-    plans: list[SegmentPlan],
-    graph: Graph,
-    names: Mapping[Tensor, str],
-    predicted: tuple[Peak, float],
-) -> Prediction:
-    """Return a prediction as a plan reports it.
-
-    Args:
-        traced: The step.
-        plans: Its segments.
-        graph: The rewritten graph, or its skeleton, that was predicted.
-        names: Layers of tensors of the original graph.
-        predicted: Peak and time ratio from `predict`.
-    """
-    peak, ratio = predicted
-    shown = PeakNames(traced.analysis, traced.record, names)
+def prediction(traced: TracedStep, candidate: Candidate, graph: Graph) -> Prediction:
+    """Return the prediction of a candidate as a plan reports it, by the rewritten graph or skeleton predicted."""
+    plans, peak, ratio = candidate.plans, candidate.peak, candidate.time_ratio
+    shown = peak_names(traced)
     largest = largest_tensors(shown, plans, graph, peak)
     if peak.fragmentation_bytes:
         largest = tuple(sorted((*largest, (FRAGMENTATION, peak.fragmentation_bytes)), key=lambda item: -item[1]))

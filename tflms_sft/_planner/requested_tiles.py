@@ -25,7 +25,7 @@ from tflms_sft._params.tile_params import SegmentSpec, SFTParams
 from tflms_sft._planner.automatic_segments import MAX_PEAK_FRACTION, PlanSegment, RequestedSearch, best_candidate
 from tflms_sft._planner.barrier_search import Barriers, plan_for_capacity
 from tflms_sft._planner.traced_step import Candidate, TracedStep, predict
-from tflms_sft._trace.layer_names import display_names, resolve
+from tflms_sft._trace.layer_names import resolve
 
 MAX_CHECKPOINT_SETS = 4
 """Sets of checkpoints of a family of which a step with barriers is predicted."""
@@ -152,7 +152,7 @@ def _candidate(traced: TracedStep, segments: Iterable[Segment], plan: PlanSegmen
     for segment in segments:
         with contextlib.suppress(NotTileableError):
             plans.append(plan(segment))
-    return Candidate(plans, *predict(traced, plans, limit=0))
+    return predict(traced, plans, limit=0)
 
 
 def _unprofitable(traced: TracedStep, barriers: Barriers, request: RequestedTiles) -> list[SkippedOps]:
@@ -167,7 +167,7 @@ def _unprofitable(traced: TracedStep, barriers: Barriers, request: RequestedTile
 def _note_lowered_tiles(traced: TracedStep, plan: SegmentPlan, request: RequestedTiles) -> None:
     """Note in a segment that it has fewer tiles than requested, because an exit has too few rows."""
     for tiles, grid in ((request.tiles, plan.loops[0].grid), (request.backward, plan.loops[-1].grid)):
-        requested = grid if tiles is None else _grid(traced, plan.segment, tiles)
+        requested = grid if tiles is None else tiles.grid(axis_names(traced.analysis, plan.segment))
         if grid.spatial != requested.spatial:
             plan.segment.notes.append(f"{grid} tiles instead of {requested}, because a split tensor has too few rows")
 
@@ -176,24 +176,14 @@ def _backward(value: Any) -> NumTiles | None:
     return None if value is None else parse_num_tiles(value, "backward_num_tiles")
 
 
-def _grid(traced: TracedStep, segment: Segment, tiles: NumTiles | None) -> Grid:
-    """Return the requested grid for the axes that a segment has."""
-    assert tiles is not None
-    return tiles.grid(axis_names(traced.analysis, segment))
-
-
 def _explicit(
     traced: TracedStep, params: SFTParams, request: RequestedTiles, staging: StageBounds | None
 ) -> list[SegmentPlan]:
-    backward_ops: set[Node] = set()
-    used: dict[Node, SegmentSpec] = {}
+    segments: list[tuple[SegmentSpec, Segment]] = []
     plans = []
     for number, spec in enumerate(params.segments, 1):
-        segment = _named_segment(
-            traced, spec, name=f"segment{number}", backward_ops=backward_ops, used=used, staging=staging
-        )
-        backward_ops.update(segment.backward)
-        used.update(dict.fromkeys(segment.forward, spec))
+        segment = _named_segment(traced, spec, f"segment{number}", segments, staging)
+        segments.append((spec, segment))
         of_spec = RequestedTiles(
             request.tiles if spec.num_tiles is None else parse_num_tiles(spec.num_tiles, "num_tiles"),
             request.backward if spec.backward_num_tiles is None else _backward(spec.backward_num_tiles),
@@ -213,76 +203,97 @@ def _text_of(spec: SegmentSpec) -> str:
 def _named_segment(
     traced: TracedStep,
     spec: SegmentSpec,
-    *,
     name: str,
-    backward_ops: set[Node],
-    used: Mapping[Node, SegmentSpec],
+    others: Sequence[tuple[SegmentSpec, Segment]],
     staging: StageBounds | None,
 ) -> Segment:
-    """Return the segment between two names.
-
-    Args:
-        traced: The step.
-        spec: Names of its ends.
-        name: Name of the segment.
-        backward_ops: Backward ops of other segments.
-        used: Forward ops of other segments, with their names.
-        staging: Stages of a pipeline.
+    """Return the segment of a specification, given the segments of those before it.
 
     Raises:
         SegmentError: If there is no such segment, or if it cannot be tiled.
     """
-    analysis, graph = traced.analysis, traced.analysis.graph
-    entries = [t for n in spec.entries for t in resolve(n, "entry", graph, traced.record)]
-    exits = [t for n in spec.exits for t in resolve(n, "exit", graph, traced.record)]
+    analysis = traced.analysis
+    entries, exits = _resolved(traced, spec.entries, "entry"), _resolved(traced, spec.exits, "exit")
     ops = forward_ops(analysis, entries, exits)
-    missing = [n for n in spec.exits if any(t.node not in ops for t in resolve(n, "exit", graph, traced.record))]
+    missing = list(dict.fromkeys(n for t, n in exits.items() if t.node not in ops))
     if missing:
-        same = " They are the same." if set(entries) == set(exits) else ""
+        same = " They are the same." if entries.keys() == exits.keys() else ""
         raise SegmentError(
             f"{_text_of(spec)}: no path of forward ops leads from the entry to {missing}.{same} "
             "Name an exit that depends on the entry."
         )
-    shared = analysis.sorted(ops & used.keys())
-    if shared:
-        other = used[shared[0]]
-        raise SegmentError(
-            f"{_text_of(spec)} overlaps the segment entry={other.entry!r}, exit={other.exit!r} at "
-            f"{_with_layer(traced, f'`{shared[0].name}` ({shared[0].op})')}. End one where the other begins."
-        )
+    _refuse_overlap(traced, spec, ops, others)
+    backward_ops = {node for _, segment in others for node in segment.backward}
     if staging is not None:
         stage = staging.of_segment(spec, ops)
-        backward_ops = backward_ops | (analysis.backward - staging.members(analysis, stage))
-    named = {t: n for n in spec.stored_names for t in resolve(n, "stored", graph, traced.record)}
-    stored = frozenset(named)
-    outside = list(dict.fromkeys(n for t, n in named.items() if t.node not in ops))
+        backward_ops |= analysis.backward - staging.members(analysis, stage)
+    stored = _resolved(traced, spec.stored_names, "stored")
+    outside = list(dict.fromkeys(n for t, n in stored.items() if t.node not in ops))
     if outside:
         raise SegmentError(
             f"{_text_of(spec)}: `stored` must name tensors that the segment computes. Received: {outside}. Leave "
             "them out, or extend the segment."
         )
     try:
-        segment = build_segment(analysis, name, ops, backward_ops, stored - set(exits))
+        segment = build_segment(analysis, name, ops, backward_ops, frozenset(stored.keys() - exits.keys()))
     except NotTileableError as error:
         barriers = Barriers(traced, _with_backward(analysis, ops) - backward_ops, stored)
         if not barriers.present:
             raise SegmentError(f"{_text_of(spec)} cannot be tiled: {_with_layer(traced, error)}") from None
-        untiled = next((t.node for t in exits if t not in barriers.exits), None)
-        if untiled is not None:
-            why = next((f": {left.reason}" for left in barriers.left if left.name == untiled.name), "")
-            op = _with_layer(traced, f"`{untiled.name}` ({untiled.op})")
-            raise SegmentError(
-                f"{_text_of(spec)}: {op} does not run in tiles{why}. End the segment at an op before it."
-            ) from None
-        unknown = list(dict.fromkeys(n for t, n in named.items() if not barriers.stores(t)))
-        if unknown:
-            raise SegmentError(
-                f"{_text_of(spec)}: `stored` must name tensors that run in tiles. Received: {unknown}. Leave them out."
-            ) from None
+        _refuse_untiled(traced, spec, barriers, exits, stored)
         segment = barriers.segment(name, barriers.smallest)
     extra = [t for t in segment.exits if t not in exits]
     segment.notes.extend(f"`{t.name}` is also an exit, because ops outside of the segment read it" for t in extra)
     return segment
+
+
+def _resolved(traced: TracedStep, names: Iterable[str], argument: str) -> dict[Tensor, str]:
+    """Return the tensors that names denote, each with its name."""
+    return {t: name for name in names for t in resolve(name, argument, traced.analysis.graph, traced.record)}
+
+
+def _refuse_overlap(
+    traced: TracedStep, spec: SegmentSpec, ops: set[Node], others: Iterable[tuple[SegmentSpec, Segment]]
+) -> None:
+    """Refuse ops of a segment that belong to another one.
+
+    Raises:
+        SegmentError: With the first of them.
+    """
+    used = {node: other for other, segment in others for node in segment.forward}
+    shared = traced.analysis.sorted(ops & used.keys())
+    if shared:
+        other = used[shared[0]]
+        raise SegmentError(
+            f"{_text_of(spec)} overlaps the segment entry={other.entry!r}, exit={other.exit!r} at "
+            f"{_with_layer(traced, f'`{shared[0].name}` ({shared[0].op})')}. End one where the other begins."
+        )
+
+
+def _refuse_untiled(
+    traced: TracedStep,
+    spec: SegmentSpec,
+    barriers: Barriers,
+    exits: Iterable[Tensor],
+    stored: Mapping[Tensor, str],
+) -> None:
+    """Refuse exits and checkpointed tensors of a segment with barriers that do not run in tiles.
+
+    Raises:
+        SegmentError: With the first such exit, or all such checkpointed tensors.
+    """
+    untiled = next((t.node for t in exits if t not in barriers.exits), None)
+    if untiled is not None:
+        why = next((f": {left.reason}" for left in barriers.left if left.name == untiled.name), "")
+        op = _with_layer(traced, f"`{untiled.name}` ({untiled.op})")
+        raise SegmentError(
+            f"{_text_of(spec)}: {op} does not run in tiles{why}. End the segment at an op before it."
+        ) from None
+    unknown = list(dict.fromkeys(n for t, n in stored.items() if not barriers.stores(t)))
+    if unknown:
+        raise SegmentError(
+            f"{_text_of(spec)}: `stored` must name tensors that run in tiles. Received: {unknown}. Leave them out."
+        ) from None
 
 
 def _with_backward(analysis: GraphAnalysis, ops: set[Node]) -> set[Node]:
@@ -301,7 +312,7 @@ def _with_layer(traced: TracedStep, error: object) -> str:
     return text
 
 
-def check_tiles(traced: TracedStep, segment: Segment, grid: Grid, argument: str = "num_tiles") -> None:
+def check_tiles(traced: TracedStep, segment: Segment, grid: Grid, argument: str) -> None:
     """Refuse more tiles than an exit, or a gradient at the entry of the backward loop, has rows.
 
     Batch tiles beyond the number of samples are empty, and skipped at run time.
@@ -313,10 +324,9 @@ def check_tiles(traced: TracedStep, segment: Segment, grid: Grid, argument: str 
     for tensor in _limiting(traced, segment):
         for axis, (name, rows) in enumerate(zip(labels, traced.analysis.extents(tensor) or (), strict=True)):
             if rows is not None and grid.spatial[axis] > rows:
-                names = display_names(traced.analysis.graph, traced.record)
                 role = "the exit" if tensor in segment.exits else "a split tensor"
-                shown = repr(names.get(tensor, tensor.name))
-                entries = ", ".join(repr(names.get(t, t.name)) for t in segment.entries)
+                shown = repr(traced.names.get(tensor, tensor.name))
+                entries = ", ".join(repr(traced.names.get(t, t.name)) for t in segment.entries)
                 received = grid.spatial if grid.batch == 1 else (grid.batch, *grid.spatial)
                 raise ValueError(
                     f"`{argument}` must be at most {rows} along the {name}, the rows of {shown}, {role} of "
@@ -369,7 +379,7 @@ def _checked(traced: TracedStep, segment: Segment, tiles: NumTiles, halo: Halo, 
     Raises:
         ValueError: If there cannot be such tiles.
     """
-    grid = _grid(traced, segment, tiles)
+    grid = tiles.grid(axis_names(traced.analysis, segment))
     if clamp:
         limits = _max_tiles(traced, segment)
         grid = Grid(grid.batch, tuple(min(count, limit) for count, limit in zip(grid.spatial, limits, strict=True)))

@@ -87,9 +87,6 @@ UNTILEABLE = LoopEstimate(num_bytes=2**62, saved_bytes=0, times=lambda: (math.in
 class LoopEstimates:
     """Estimates of loops by number of tiles; loops that differ in names only share them.
 
-    Args:
-        traced: The step.
-
     Attributes:
         latest: The latest plan of each loop between barriers.
     """
@@ -143,12 +140,9 @@ class LoopEstimates:
 
 
 def fastest_fitting(grids: Sequence[Grid], limit: float, estimate: Callable[[Grid], LoopEstimate]) -> Grid | None:
-    """Return the fastest grid whose iterations take at most `limit` bytes each; `None` if none fits.
+    """Return the fastest grid, of grids with more and more tiles, whose iterations take at most `limit` bytes each.
 
-    Args:
-        grids: Each with more tiles than the one before.
-        limit: Bytes.
-        estimate: Returns the estimate of the loop in a grid.
+    It is `None` if none fits.
     """
     grid = coarsest_fitting(grids, lambda grid: estimate(grid).num_bytes <= limit)
     if grid is None:
@@ -244,11 +238,7 @@ def tilings(
 ) -> list[SegmentTilings]:
     """Return the tilings of a segment: in one loop if possible, and for each way to get halos.
 
-    Args:
-        traced: The step.
-        segment: The segment.
-        blocks: First position in its component, and one past the last.
-        estimates: Estimates of such segments, which this one adds to.
+    `blocks` are its first position in its component, and one past the last. The tilings add to the estimates.
     """
     ways = [(segment, halo) for halo in Halo]
     only_one = in_one_loop(traced.analysis, segment, set())

@@ -32,8 +32,9 @@ from rewriters.swapping.transfer_schedule import LeadTimes, Timetable, concurren
 from tflms_sft._machine.memory_info import exceeds_page_cache
 from tflms_sft._params.device_names import machine_of, remote_devices
 from tflms_sft._params.swap_params import SwapParams
+from tflms_sft._planner.plan_description import peak_names
 from tflms_sft._planner.traced_step import TracedStep, op_times, predicted_peak
-from tflms_sft._report.peak_report import PeakNames
+from tflms_sft._report.plan import Plan, amend_plan
 from tflms_sft._report.plan_records import PlannedSwap
 from tflms_sft._util.byte_sizes import format_bytes
 from tflms_sft._util.open_files import open_descriptors, open_file_limits
@@ -64,14 +65,7 @@ def overlaps(traced: TracedStep, params: SwapParams) -> bool:
 
 
 class SwapTiming:
-    """Times of the ops of a graph that is prepared for swaps, and of transfers beside them.
-
-    Args:
-        traced: The step.
-        plans: Its segments.
-        analysis: Analysis of its graph, tiled or not, prepared for swaps.
-        params: Parameters of the swaps.
-    """
+    """Times of the ops of a graph, tiled or not, that is prepared for swaps, and of transfers beside them."""
 
     def __init__(
         self, traced: TracedStep, plans: Sequence[SegmentPlan], analysis: GraphAnalysis, params: SwapParams
@@ -117,13 +111,8 @@ class SwapTiming:
     def peak(self, result: SwapResult, params: SwapParams, away: Container[Node], limit: int | None) -> Peak:
         """Return the predicted peak of a step with swaps; where transfers take time, the higher one of two orders.
 
-        In the first order swap-ins take no time. In the simulated one ops that wait for no swap-in run early.
-
-        Args:
-            result: The step with swaps.
-            params: Their parameters.
-            away: Swap-outs whose results are not in the device's memory.
-            limit: As for `predicted_peak`.
+        In the first order swap-ins take no time. In the simulated one ops that wait for no swap-in run early. Results
+        of the swap-outs in `away` are not in the device's memory; `limit` is that of `predicted_peak`.
         """
         traced, slow = self._traced, out_seconds(self._traced, result.swap_outs, params)
         orders = [None, self._simulated(result).order] if self._overlaps else [None]
@@ -170,13 +159,7 @@ class NothingToSwapError(SwapError):
 
 
 def apply_swaps(traced: TracedStep, graph: Graph, params: SwapParams, plans: Sequence[SegmentPlan] = ()) -> Swapped:
-    """Insert swaps into a graph.
-
-    Args:
-        traced: The step.
-        graph: Its graph, tiled or not.
-        params: Tensors to swap, and where to.
-        plans: Segments that are tiled in the graph.
+    """Insert swaps into a graph of a step, in which the segments of `plans` are tiled.
 
     Raises:
         NothingToSwapError: If nothing can be swapped.
@@ -209,14 +192,7 @@ def apply_swaps(traced: TracedStep, graph: Graph, params: SwapParams, plans: Seq
 def swap_in_stages(
     traced: TracedStep, staged: StagedStep, params: SwapParams, devices: Sequence[str], micro_batches: int
 ) -> tuple[StagedStep, HostTier | DiskTier]:
-    """Insert swaps into the stages of a pipeline.
-
-    Args:
-        traced: The step of a micro-batch.
-        staged: Its stages, tiled or not.
-        params: Tensors to swap, and where to.
-        devices: Devices of the stages.
-        micro_batches: Number of micro-batches of a step.
+    """Insert swaps into the stages, tiled or not, of the step of a micro-batch.
 
     Raises:
         SwapError: As `apply_swaps` raises it, and for stages on other machines.
@@ -254,14 +230,10 @@ def prepared(traced: TracedStep, graph: Graph, params: SwapParams) -> GraphAnaly
 
 
 def check_here(traced: TracedStep, devices: Iterable[str] = ()) -> None:
-    """Refuse a step on several machines.
+    """Refuse a step on several machines, further devices that it is to run on included.
 
     A Python function that a graph calls runs in the program that created it, wherever the op is placed. The swapped
     tensors of a worker would cross the network to this machine and back.
-
-    Args:
-        traced: The step.
-        devices: Further devices that it is to run on.
 
     Raises:
         SwapError: With the devices.
@@ -306,15 +278,9 @@ def reason_without_tier(params: SwapParams, device: DeviceModel) -> str:
 def swapped_seconds(
     traced: TracedStep, graph: Graph, swaps: Iterable[Swap], params: SwapParams, seconds: float, waiting: float | None
 ) -> float:
-    """Return the time of a step with swaps.
+    """Return the time of a step whose graph is prepared for swaps, given its time without swaps.
 
-    Args:
-        traced: The step.
-        graph: Its graph, prepared for swaps.
-        swaps: The swaps.
-        params: Their parameters.
-        seconds: Time without swaps.
-        waiting: Time by which transfers delay the step, if it was simulated.
+    `waiting` is the time by which transfers delay the step, if that was simulated.
     """
     seconds += _serialisation_seconds(traced, graph) + _recomputation_seconds(traced, graph)
     if waiting is not None:
@@ -355,16 +321,6 @@ def _recomputation_seconds(traced: TracedStep, graph: Graph) -> float:
     nodes = traced.analysis.graph.nodes.values()
     pools = [forward_pool_of(node) for node in nodes if recomputed_pool_name(node) in graph.nodes]
     return sum(traced.costs.op(pool) for pool in pools if pool is not None)
-
-
-def notes(tier: HostTier | DiskTier) -> tuple[str, ...]:
-    """Return notes for the user about the tier."""
-    if isinstance(tier, DiskTier) and is_in_memory(tier.store.directory):
-        directory = repr(tier.store.directory)
-        return (
-            f"{directory} is in memory, so swapping to it saves no memory: pass a directory on disk as `spill_dir`",
-        )
-    return ()
 
 
 def no_room(tier: HostTier | DiskTier, swaps: Sequence[Swap], batch: int, times: int = 1) -> str:
@@ -455,28 +411,35 @@ def _nothing(analysis: GraphAnalysis, params: SwapParams, plan: SwapPlan, batch:
     )
 
 
-def described(swaps: Iterable[Swap], batch: int, names: PeakNames, graph: Graph) -> tuple[PlannedSwap, ...]:
-    """Return the records of swaps in a plan.
-
-    Args:
-        swaps: The swaps.
-        batch: Batch size.
-        names: Display names of the original step.
-        graph: Graph that the swaps were planned for.
-    """
-    return tuple(
+def with_swap_records(
+    plan: Plan,
+    traced: TracedStep,
+    graph: Graph,
+    swaps: Iterable[Swap],
+    left: Iterable[tuple[str, str]],
+    tier: HostTier | DiskTier,
+) -> Plan:
+    """Return a plan with the records of the swaps in a graph, and of tensors that stay, by their display names."""
+    names = peak_names(traced)
+    records = [
         PlannedSwap(
             tensor=names.tensor_called(s.tensor.name, graph)
             if s.saved is None
             else names.element(s.tensor.node.name, s.saved.element),
-            num_bytes=s.tensor.num_bytes(batch),
+            num_bytes=s.tensor.num_bytes(traced.batch),
             readers=tuple(tuple(reader.name for reader in way.readers) for way in s.swap_ins),
             controls=tuple(way.control.name for way in s.swap_ins),
         )
         for s in swaps
+    ]
+    note = ""
+    if isinstance(tier, DiskTier) and is_in_memory(tier.store.directory):
+        directory = repr(tier.store.directory)
+        note = f"{directory} is in memory, so swapping to it saves no memory: pass a directory on disk as `spill_dir`"
+    return amend_plan(
+        plan,
+        note,
+        swaps=tuple(records),
+        swap_tier="host" if isinstance(tier, HostTier) else "disk",
+        not_swapped=tuple((names.tensor_called(name, graph), names.in_text(why, graph)) for name, why in left),
     )
-
-
-def described_reasons(left: Iterable[tuple[str, str]], names: PeakNames, graph: Graph) -> tuple[tuple[str, str], ...]:
-    """Return tensors that stay, by display names, with the reasons; arguments as for `described`."""
-    return tuple((names.tensor_called(tensor, graph), names.in_text(reason, graph)) for tensor, reason in left)

@@ -45,9 +45,7 @@ Segmentation = tuple[tuple[int, BlockChoice], ...]
 class ChainSearch:
     """Tile plans of one step without barriers, each made for a target that its chains of blocks meet.
 
-    Args:
-        traced: The step.
-        chains: Its components.
+    Attributes:
         left: Ops that cannot be tiled, with reasons.
     """
 
@@ -59,12 +57,10 @@ class ChainSearch:
 
     def may_fit_with_swaps(self, limit: int) -> bool:
         """Return true: this search has no lower bounds."""
-        del limit
         return True
 
     def least_seconds(self, limit: int) -> float:
         """Return 0: a bound of the time takes as long as the search."""
-        del limit
         return 0.0
 
     def proposed(self, target: int) -> Candidate | None:
@@ -83,10 +79,8 @@ class ChainSearch:
     ) -> Candidate | None:
         """Return the plan for a target; `None` if the chains cannot meet it.
 
-        Args:
-            target: Bytes.
-            modelled: Plans of this search, which are modelled once.
-            limit: Bytes; a peak above it need not be the worst.
+        `modelled` has the plans of this search, each of which is modelled once. A peak above `limit` need not be the
+        worst.
         """
         segmentation = self._segmentation(target)
         if segmentation is None:
@@ -96,7 +90,7 @@ class ChainSearch:
         if segmentation not in modelled:
             choices = [(self._chains[n].component, choice) for n, choice in segmentation]
             plans = segment_plans(self._traced, choices)
-            modelled[segmentation] = Candidate(plans, *predict(self._traced, plans, limit=limit))
+            modelled[segmentation] = predict(self._traced, plans, limit=limit)
         return modelled[segmentation]
 
     def _segmentation(self, target: int) -> Segmentation | None:

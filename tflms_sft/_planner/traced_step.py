@@ -26,7 +26,7 @@ from rewriters.ir.graph import Graph, Node, Tensor
 from rewriters.tiling.segment import Segment
 from rewriters.tiling.tile_planner import TileLoop
 from tflms_sft._machine.memory_info import exceeds_page_cache
-from tflms_sft._trace.layer_names import LayerRecord
+from tflms_sft._trace.layer_names import LayerRecord, display_names
 from tflms_sft._trace.step_tracing import arguments_of
 
 MAX_SKELETONS = 8
@@ -70,7 +70,7 @@ class TracedStep:
         files: Rule that selects the results of tile loops that lie in files; `None` to hold all in memory.
         mode: Mode of canonicalization.
         found: Called with the time, over that of the original step, of each plan that a search finds within the budget.
-        model: Models of memory and time. A copy shares them unless it differs in what they depend on.
+        models: Models of memory and time. A copy shares them unless it differs in what they depend on.
     """
 
     concrete_fn: Any
@@ -87,18 +87,12 @@ class TracedStep:
     files: FileBuffers | None = None
     mode: CanonicalMode = CanonicalMode.TILING
     found: Callable[[float], None] | None = dataclasses.field(default=None, repr=False)
-    model: StepModel | None = dataclasses.field(default=None, repr=False)
+    models: StepModels = dataclasses.field(default=None, repr=False)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         basis = (self.analysis, self.batch, tuple(self.variables), tuple(self.devices), self.rates, self.files)
-        if self.model is None or self.model.basis != basis:
-            object.__setattr__(self, "model", StepModel(basis, IterationModelCache(self.device, self.files)))
-
-    @property
-    def models(self) -> StepModel:
-        """Models of memory and time of this step."""
-        assert self.model is not None
-        return self.model
+        if self.models is None or self.models.basis != basis:
+            object.__setattr__(self, "models", StepModels(basis, IterationModelCache(self.device, self.files)))
 
     @property
     def device(self) -> DeviceModel:
@@ -142,7 +136,12 @@ class TracedStep:
     @property
     def plain(self) -> Candidate:
         """Prediction of the original step."""
-        return self.once("plain", lambda: Candidate([], *predict(self, [])))
+        return self.once("plain", lambda: predict(self, []))
+
+    @functools.cached_property
+    def names(self) -> Mapping[Tensor, str]:
+        """Layer names of tensors, for plans and errors."""
+        return display_names(self.analysis.graph, self.record)
 
     def once(self, name: str, compute: Callable[[], T]) -> T:
         """Return a part of the models, which is computed when it is first needed."""
@@ -154,7 +153,7 @@ class TracedStep:
 
 
 @dataclasses.dataclass
-class StepModel:
+class StepModels:
     """Models of the memory and time of a step, which searches fill.
 
     Attributes:
@@ -244,12 +243,7 @@ def analyse_step(
 
 
 def with_sizes(traced: TracedStep, sizes: Mapping[int, int]) -> TracedStep:
-    """Return a traced step for other leading sizes of its arguments, by position; static sizes stay.
-
-    Args:
-        traced: The step.
-        sizes: Leading sizes of all open arguments, by position.
-    """
+    """Return a traced step for other leading sizes of all its open arguments, by position; static sizes stay."""
     position = _batch_position(traced.concrete_fn)
     batch = traced.batch if traced.batch_is_fixed or position is None else sizes.get(position, traced.batch)
     sizes = _sizes_unlike(batch, traced.concrete_fn, sizes)
@@ -283,9 +277,9 @@ def _static_batch(concrete_fn: Any) -> int | None:
     return 1 if position is None else arguments_of(concrete_fn)[position].shape[0]
 
 
-def predict(traced: TracedStep, plans: list[SegmentPlan], *, limit: int | None = None) -> tuple[Peak, float]:
-    """Return the peak of the step with tile loops, as `predicted_peak` does, and its time over the original step's."""
-    return predicted_peak(traced, plans, limit=limit), time_ratio(traced, plans)
+def predict(traced: TracedStep, plans: list[SegmentPlan], *, limit: int | None = None) -> Candidate:
+    """Return a plan with its prediction; `limit` is that of `predicted_peak`."""
+    return Candidate(plans, predicted_peak(traced, plans, limit=limit), time_ratio(traced, plans))
 
 
 def predicted_peak(
@@ -390,12 +384,7 @@ def least_peak(traced: TracedStep, plans: Sequence[SegmentPlan], *, swapped: boo
     """Return a lower bound of the predicted peak in bytes; it takes much less time than `predicted_peak`.
 
     While a loop runs, variables, arguments, the tensors that it reads, its results and an iteration are in memory. So
-    are tensors that an earlier loop has written and a later one reads, unless they are swapped.
-
-    Args:
-        traced: The step.
-        plans: Its segments.
-        swapped: Whether any tensor may be swapped while no loop uses it.
+    are tensors that an earlier loop has written and a later one reads, unless any tensor may be `swapped` then.
     """
     iterations = (
         num_bytes + traced.loop_memory.peak_bytes(tile_loop, traced.batch)

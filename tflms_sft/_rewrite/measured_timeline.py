@@ -31,13 +31,8 @@ class _Change(NamedTuple):
 def timelines(concrete_fn: Any, arguments: Sequence[Any], fixed: Mapping[str, int]) -> tuple[Timeline, ...]:
     """Run a step on a copy of its variables, fully traced, and accumulate its allocations.
 
-    Args:
-        concrete_fn: The step.
-        arguments: Its arguments, flat.
-        fixed: Bytes of variables and arguments on each device.
-
-    Returns:
-        One timeline for each device with allocations, that of the measured device first.
+    Returns one timeline for each device with allocations, that of the measured device first. It includes the `fixed`
+    bytes of variables and arguments on the device.
     """
     stats = tf_internals.step_stats(concrete_fn, arguments)
     changes = collections.defaultdict[str, list[_Change]](list)

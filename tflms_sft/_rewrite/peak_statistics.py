@@ -16,26 +16,28 @@ STATISTICS_SOURCE = "allocator statistics"
 
 def earlier_peak(devices: Sequence[str] = ()) -> int:
     """Return the peak since the process began or the last `reset_peak`, in bytes; 0 without memory statistics."""
+    return _statistic("peak", devices) or 0
+
+
+def _statistic(key: str, devices: Sequence[str]) -> int | None:
+    """Return a sum over devices, by default the planned one, of a number of `get_memory_info`; `None` without it."""
     try:
-        return _statistic("peak", devices)
+        return sum(int(tf.config.experimental.get_memory_info(name)[key]) for name in _names(devices))
     except (ValueError, RuntimeError, tf.errors.OpError):
-        return 0
+        return None
 
 
-def _statistic(key: str, devices: Sequence[str] = ()) -> int:
-    """Return a sum over devices of a number of `get_memory_info`; by default that of the planned device."""
-    names = devices or (planned_device().name,)
-    return sum(int(tf.config.experimental.get_memory_info(name)[key]) for name in names)
+def _names(devices: Sequence[str]) -> Sequence[str]:
+    return devices or (planned_device().name,)
 
 
 def reset_peak(tiers: Iterable[Tier] = (), devices: Sequence[str] = ()) -> int | None:
     """Start a measurement; return the bytes in use, or `None` if the device keeps no memory statistics."""
-    try:
-        for name in devices or (planned_device().name,):
-            tf.config.experimental.reset_memory_stats(name)
-        in_use = _statistic("current", devices)
-    except (ValueError, RuntimeError, tf.errors.OpError):
+    in_use = _statistic("current", devices)
+    if in_use is None:
         return None
+    for name in _names(devices):
+        tf.config.experimental.reset_memory_stats(name)
     for tier in tiers:
         watch_tier(tier)
     return in_use
@@ -70,11 +72,10 @@ def read_peak(
         The peak, or `None` if the device keeps no statistics, or none of blocks so small.
     """
     swapped = max((tier.peak_bytes() for tier in tiers), default=0)
-    try:
-        peak = max(swapped, _statistic("peak", devices))
-    except (ValueError, RuntimeError, tf.errors.OpError):
+    allocated = _statistic("peak", devices)
+    if allocated is None:
         return None
-    device = planned_device()
+    peak, device = max(swapped, allocated), planned_device()
     pool, min_counted_bytes = empty_pool(device), device.min_counted_bytes
     counted = [num_bytes for num_bytes in step_bytes if num_bytes >= min_counted_bytes]
     for num_bytes in counted:

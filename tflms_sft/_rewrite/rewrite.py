@@ -21,31 +21,30 @@ from rewriters.ir.legality import is_swap
 from rewriters.ir.region_reads import has_known_shape, region_reads
 from rewriters.scheduling.updates_after_reads import RunUpdatesAfterReads
 from rewriters.step_importer import StepImporter
-from rewriters.swapping.tiers import HostTier
 from tflms_sft._batches.batch_limits import BatchLimit
 from tflms_sft._machine.calibration import machine_rates, stored_rates
 from tflms_sft._params.request import RewriteRequest, parse_request
-from tflms_sft._params.tile_params import AutoParams
+from tflms_sft._params.tile_params import AutoParams, SFTParams
 from tflms_sft._pipeline.build import build_pipeline
 from tflms_sft._planner.budget_search import NO_SWAPS, BudgetPlan, limit_of, plans_within_budget
-from tflms_sft._planner.plan_description import emit_and_describe, peak_names, prediction
+from tflms_sft._planner.plan_description import emit_and_describe, prediction
 from tflms_sft._planner.requested_tiles import plan_sft
-from tflms_sft._planner.swap_planner import (
-    NothingToSwapError,
-    apply_swaps,
-    described,
-    described_reasons,
-    notes,
-    swapped_seconds,
+from tflms_sft._planner.swap_planner import NothingToSwapError, apply_swaps, swapped_seconds, with_swap_records
+from tflms_sft._planner.traced_step import (
+    Candidate,
+    TracedStep,
+    analyse_step,
+    collector_paused,
+    predicted_peak,
+    seconds_of,
 )
-from tflms_sft._planner.traced_step import TracedStep, analyse_step, collector_paused, predicted_peak, seconds_of
 from tflms_sft._report.pass_dump import write_dump
 from tflms_sft._report.plan import Plan, amend_plan
 from tflms_sft._rewrite.plan_cache import cached_recipe, read_recipe, store_recipe
 from tflms_sft._rewrite.plan_recipe import plan_from, recipe_of
 from tflms_sft._rewrite.rewritten_step import RewrittenStep
 from tflms_sft._rewrite.saved_step import save_step
-from tflms_sft._trace.layer_names import LayerRecord, display_names
+from tflms_sft._trace.layer_names import LayerRecord
 from tflms_sft._trace.step_tracing import arguments_of, batch_of, leading_sizes, trace_step
 from tflms_sft._util.byte_sizes import format_excess
 from tflms_sft._util.progress import told_if_slow
@@ -98,25 +97,19 @@ def rewrite(step: Any, params: Any, *example_args: Any, **example_kwargs: Any) -
 def rewrite_traced(traced: TracedStep, request: RewriteRequest, advise: bool = True) -> tuple[StepImporter, Plan]:
     """Plan and rewrite an analysed step: tiles first, then swaps of the tensors saved between segments.
 
-    Args:
-        traced: The step.
-        request: Tiles and swaps.
-        advise: Whether the plan of a slow step notes the times under larger budgets; that search takes time.
-
-    Returns:
-        The importer of the rewritten graph, and its plan.
+    With `advise`, the plan of a slow step notes the times under larger budgets; that search takes time.
 
     Raises:
         SegmentError: If a named segment cannot be tiled.
         BudgetError: If no plan keeps the budget.
         SwapError: If no tensor can be swapped with these parameters.
     """
-    if isinstance(request.tiles, AutoParams):
-        params = request.tiles.resolved(traced.fixed_bytes, traced.devices)
+    if request.budget is not None:
+        params = request.budget.resolved(traced.fixed_bytes, traced.devices)
         importer, plan = _within_budget(traced, params, advise)
-        return importer, amend_plan(plan, request.tiles.reduction_note(params, traced.devices))
+        return importer, amend_plan(plan, request.budget.reduction_note(params, traced.devices))
     choice = BudgetPlan([], [], request.swaps)
-    if request.tiles is not None:
+    if isinstance(request.tiles, SFTParams):
         choice = BudgetPlan(*plan_sft(traced, request.tiles), request.swaps)
         if choice.swaps is not None and not traced.analysis.backward:
             choice = BudgetPlan(choice.plans, choice.left, why=NO_SWAPS)
@@ -202,10 +195,7 @@ def _unusable_plan(file: str | os.PathLike[str], is_read: bool) -> RewriteError:
 def carry_out(traced: TracedStep, choice: BudgetPlan, budget: int | None) -> tuple[StepImporter, Plan]:
     """Emit the loops and swaps of a choice, describe them in a plan, and write a dump of the passes if requested.
 
-    Args:
-        traced: The step.
-        choice: Tiles and swaps.
-        budget: Bytes, if the choice was made for a budget.
+    The choice may have been made for a budget.
     """
     importer, plan = _emitted(traced, choice, budget)
 
@@ -239,21 +229,12 @@ def _emitted(traced: TracedStep, choice: BudgetPlan, budget: int | None) -> tupl
     swapped = apply_swaps(traced, graph, choice.swaps, choice.plans)
     # With a budget, predict for every state of the allocator, as the search did.
     limit = 0 if budget is None else None
-    peak = swapped.peak(limit)
     seconds = seconds_of(traced, choice.plans)
     seconds = swapped_seconds(traced, swapped.graph, swapped.swaps, choice.swaps, seconds, swapped.waiting)
     ratio = seconds / traced.seconds
-    names = display_names(traced.analysis.graph, traced.record)
-    shown = peak_names(traced)
-    plan = amend_plan(
-        plan,
-        *notes(swapped.tier),
-        changed=True,
-        predicted=prediction(traced, choice.plans, swapped.graph, names, (peak, ratio)),
-        swaps=described(swapped.swaps, traced.batch, shown, graph),
-        swap_tier="host" if isinstance(swapped.tier, HostTier) else "disk",
-        not_swapped=described_reasons(swapped.left, shown, graph),
-    )
+    predicted = prediction(traced, Candidate(choice.plans, swapped.peak(limit), ratio), swapped.graph)
+    plan = with_swap_records(plan, traced, graph, swapped.swaps, swapped.left, swapped.tier)
+    plan = amend_plan(plan, changed=True, predicted=predicted)
     return StepImporter(swapped.graph, traced.concrete_fn, swapped.tier, files), plan
 
 
@@ -280,18 +261,18 @@ def rewrite_concrete(
         mode = CanonicalMode.EXACT if request.tiles is None else CanonicalMode.TILING
         traced = analyse_step(concrete_fn, record, batch, mode, sizes=sizes)
         require_image_shapes(traced.analysis.graph)
-        rates = machine_rates(_print_to_stderr) if request.has_budget else stored_rates()
+        rates = stored_rates() if request.budget is None else machine_rates(_print_to_stderr)
         traced = dataclasses.replace(traced, rates=rates, excess_bytes=excess_bytes, found=stopwatch.found)
-        if request.has_budget:
+        if request.budget is not None:
             require_batch(traced, batch)
             require_sizes(concrete_fn)
         importer, plan = rewrite_traced(traced, request)
         if tf_internals.must_compile(concrete_fn):
             plan = amend_plan(plan, "the step was compiled by XLA (`jit_compile`); the rewritten step runs without XLA")
         limit = None
-        if isinstance(request.tiles, AutoParams) and not traced.batch_is_fixed:
+        if request.budget is not None and not traced.batch_is_fixed:
             remedy = "Rewrite it with example arguments of the largest batch."
-            limit = BatchLimit(plan, traced, request.tiles, remedy)
+            limit = BatchLimit(plan, traced, request.budget, remedy)
         return RewrittenStep(concrete_fn, importer, plan, limit)
 
 

@@ -16,7 +16,7 @@ from rewriters.step_importer import specialise_shapes
 from tflms_sft._params.pipeline_params import PipelineParams
 from tflms_sft._trace.effect_recorder import watched_effects
 from tflms_sft._trace.layer_names import LayerRecord
-from tflms_sft._trace.step_tracing import batch_of, is_concrete, spec_of, trace_step
+from tflms_sft._trace.step_tracing import arguments_of, batch_of, is_concrete, spec_of, trace_step
 
 _OPEN_BATCH = (
     "The batch size of the step is unknown, but {} micro-batches need a known one. Pass the `tf.function` with example "
@@ -36,7 +36,8 @@ class BatchTraces:
         batched: Positions of the arguments that have the batch axis.
         batch: Samples of the batch, if known.
         sizes: Leading sizes of the open arguments of a specialised step, by position.
-        known: Traces for the batch that the plan is made for, if that of the step is open. Ops keep their names.
+        known: Traces for the batch that the plan is made for, where there are several micro-batches and later batches
+            may have another size; else `None`. Ops keep their names.
         count: Number of micro-batches.
     """
 
@@ -50,21 +51,9 @@ class BatchTraces:
     known: BatchTraces | None = None
     count: int = 1
 
-    @property
-    def is_open(self) -> bool:
-        """Return whether there are several micro-batches, and later batches may have another size."""
-        return self.count > 1 and self.micro is self.whole
-
 
 def trace(step: Any, params: PipelineParams, args: Any, kwargs: Any, batch: int | None = None) -> BatchTraces:
-    """Trace a step for the batch and for a micro-batch.
-
-    Args:
-        step: See `rewrite`.
-        params: Parameters of the pipeline.
-        args: Example arguments.
-        kwargs: Example arguments by keyword.
-        batch: Samples of the batch, where the arguments leave the size open.
+    """Trace a step for the batch, which has `batch` samples where the arguments leave that open, and for a micro-batch.
 
     Raises:
         PipelineError: If no argument has a batch axis.
@@ -73,7 +62,7 @@ def trace(step: Any, params: PipelineParams, args: Any, kwargs: Any, batch: int 
     count = params.total_micro_batches
     with watched_effects() as hints:
         whole, record = trace_step(step, args, kwargs)
-    arguments = _arguments(whole)
+    arguments = arguments_of(whole)
     leading = [t.shape[0] if t.shape.rank else 0 for t in arguments]
     declared = None if params.batched is None else _positions(params.batched, arguments)
     unknown = [p for p, size in enumerate(leading) if size is None and (declared is None or p in declared)]
@@ -120,23 +109,15 @@ def require_even(params: PipelineParams, batch: int) -> None:
         )
 
 
-def _arguments(concrete_fn: Any) -> Any:
-    """Return the arguments of a concrete function, without captured tensors."""
-    return concrete_fn.inputs[: len(concrete_fn.inputs) - len(concrete_fn.captured_inputs)]
-
-
-def _of_size(concrete_fn: Any, specs: Any, batch: int | None, size: int, told: Sequence[int] | None) -> Any:
-    """Return specifications in which the first axis of batches has another size.
-
-    With `told` it is that of those alone.
-    """
+def _of_size(concrete_fn: Any, specs: Any, batch: int | None, size: int, declared: Sequence[int] | None) -> Any:
+    """Return specifications in which the first axis of batches, by default all that are as long, has another size."""
     positions = itertools.count()
 
     def of_size(spec: Any) -> Any:
         if not isinstance(spec, tf.TensorSpec):
             return spec
         position = next(positions)
-        if spec.shape.rank and spec.shape[0] == batch and (told is None or position in told):
+        if spec.shape.rank and spec.shape[0] == batch and (declared is None or position in declared):
             return tf.TensorSpec((size, *spec.shape[1:]), spec.dtype, spec.name)
         return spec
 
@@ -174,14 +155,10 @@ def _of_known_batch(traces: BatchTraces, beside: Mapping[int, int]) -> BatchTrac
     """Specialise an open step to the batch that the plan is made for.
 
     It is not traced again, because Python code may do something else for a known batch size: Keras weighs the losses of
-    several outputs by it.
-
-    Args:
-        traces: The open step.
-        beside: Leading sizes of open arguments without a batch axis; others get that of the batch.
+    several outputs by it. Open arguments without a batch axis get the leading sizes in `beside`.
     """
     assert traces.batch is not None
-    arguments, samples = _arguments(traces.whole), traces.batch // traces.count
+    arguments, samples = arguments_of(traces.whole), traces.batch // traces.count
     whole = {p: traces.batch for p, t in enumerate(arguments) if t.shape.rank and t.shape[0] is None} | dict(beside)
     micro = {**whole, **dict.fromkeys(traces.batched, samples)}
     specialised = []
@@ -200,16 +177,16 @@ def settled(traces: BatchTraces, least: int = 24) -> BatchTraces:
         traces: Traces of the step; returned unchanged if the step is invalid for these sizes.
         least: Least of these sizes; the default can be halved by several poolings.
     """
-    arguments = [t for t in _arguments(traces.micro) if t.shape.rank]
+    arguments = [t for t in arguments_of(traces.micro) if t.shape.rank]
     if not any(None in t.shape[1:] for t in arguments):
         return traces
-    of_batch = {t.shape[0] for t in (*arguments, *_arguments(traces.whole)) if t.shape.rank}
+    of_batch = {t.shape[0] for t in (*arguments, *arguments_of(traces.whole)) if t.shape.rank}
     lengths = (size for size in itertools.count(least, 8) if size not in of_batch)
     sizes = list(itertools.islice(lengths, max(t.shape.rank for t in arguments)))
     specialised = []
     for function in (traces.whole, traces.micro):
         shapes = {}
-        for position, tensor in enumerate(_arguments(function)):
+        for position, tensor in enumerate(arguments_of(function)):
             if tensor.shape.rank:
                 pairs = zip(tensor.shape[1:], sizes, strict=False)
                 shapes[position] = [tensor.shape[0], *(known or size for known, size in pairs)]
@@ -238,7 +215,7 @@ def _explain_retrace_errors(samples: int) -> Iterator[None]:
 
 
 def _with_part(
-    step: Any, whole: Any, params: PipelineParams, part: Any, told: Sequence[int] | None, batch: int
+    step: Any, whole: Any, params: PipelineParams, part: Any, declared: Sequence[int] | None, batch: int
 ) -> BatchTraces:
     """Return traces for the batch and, by the specifications `part`, for a micro-batch."""
     count = params.total_micro_batches
@@ -250,9 +227,9 @@ def _with_part(
             f"Op `{other_op}` of the step differs for a micro-batch, so Python code of the step depends on the batch "
             "size. Make it independent of the batch size, or use `micro_batches=1`."
         )
-    pairs = zip(_arguments(whole), _arguments(micro), strict=True)
+    pairs = zip(arguments_of(whole), arguments_of(micro), strict=True)
     batched = [p for p, (a, b) in enumerate(pairs) if b.shape.rank and a.shape[0] != b.shape[0]]
-    if told is not None and batched != list(told):
+    if declared is not None and batched != list(declared):
         raise PipelineError(
             "`batched` needs example arguments in the order of the step's signature. Received: "
             f"batched={params.batched!r}. Pass the arguments to `rewrite` without keywords."
@@ -294,12 +271,7 @@ def _size_of(positions: Sequence[int], leading: Sequence[Any]) -> Any:
 
 
 def _first_other_op(one: Any, other: Any) -> str | None:
-    """Return the name of an op before the gradients that two traces do not share; `None` if there is none.
-
-    Args:
-        one: A trace of the step.
-        other: A trace for another number of samples.
-    """
+    """Return the name of an op before the gradients that traces for two numbers of samples do not share, or `None`."""
     first, second = _forward_ops(one), _forward_ops(other)
     different = (name for name in (*first, *second) if first.get(name) != second.get(name))
     return next(different, None)
@@ -311,7 +283,7 @@ def _forward_ops(concrete_fn: Any) -> dict[str, tuple[Any, ...]]:
     Captured tensors are told apart by identity. Other ops are left out: the type of zeros depends on their size.
     """
     captured = {inner.name: id(outer) for outer, inner in concrete_fn.graph.captures}
-    of_arguments = {tensor.op.name for tensor in _arguments(concrete_fn)}
+    of_arguments = {tensor.op.name for tensor in arguments_of(concrete_fn)}
     of_gradients: set[str] = set()
     ops: dict[str, tuple[Any, ...]] = {}
     for operation in concrete_fn.graph.get_operations():

@@ -136,20 +136,14 @@ def lookup(graph: Graph, tensor_name: str) -> Tensor | None:
     return node.out(int(index or 0))
 
 
-@contextlib.contextmanager
-def recorded_layers() -> Iterator[LayerRecord]:
-    """Record every call of a Keras layer while a step is traced."""
-    with _LOCK:
-        yield from _recorded()
-
-
 _LOCK = threading.RLock()
 """Held while `Layer.__call__` is replaced, so that one thread records at a time."""
 
 
-def _recorded() -> Iterator[LayerRecord]:
+@contextlib.contextmanager
+def recorded_layers() -> Iterator[LayerRecord]:
+    """Record every call of a Keras layer while a step is traced."""
     record = LayerRecord()
-    original = keras.layers.Layer.__call__
 
     def recorded_call(self: Any, *args: Any, **kwargs: Any) -> Any:
         graph = tf.compat.v1.get_default_graph()
@@ -159,11 +153,13 @@ def _recorded() -> Iterator[LayerRecord]:
             _remember(record, self, args, outputs, (before, len(graph.get_operations())))
         return outputs
 
-    keras.layers.Layer.__call__ = recorded_call
-    try:
-        yield record
-    finally:
-        keras.layers.Layer.__call__ = original
+    with _LOCK:
+        original = keras.layers.Layer.__call__
+        keras.layers.Layer.__call__ = recorded_call
+        try:
+            yield record
+        finally:
+            keras.layers.Layer.__call__ = original
 
 
 def _remember(record: LayerRecord, layer: Any, args: Any, outputs: Any, ops: tuple[int, int]) -> None:
@@ -180,13 +176,7 @@ def _remember(record: LayerRecord, layer: Any, args: Any, outputs: Any, ops: tup
 
 
 def resolve(name: str, argument: str, graph: Graph, record: LayerRecord) -> list[Tensor]:
-    """Return the tensors that a name denotes: the output of a Keras layer, else of an op, else a tensor.
-
-    Args:
-        name: The name.
-        argument: Argument that it is from, for errors.
-        graph: Graph of the step.
-        record: Layer calls of the step.
+    """Return the tensors that the name in an argument denotes: outputs of a Keras layer, else of an op, else a tensor.
 
     Raises:
         SegmentError: If nothing has that name, or a layer that is called several times.

@@ -132,11 +132,6 @@ def trace_step(
 def trace_keras_step(method: Any, specs: Any, unknown_sizes: UnknownSizes) -> tuple[Any, LayerRecord]:
     """Trace a step of a Keras model for the specs of a batch; return it and the layers called meanwhile.
 
-    Args:
-        method: The step, such as `model.train_step`.
-        specs: Specs of a batch.
-        unknown_sizes: Readers with unknown sizes, and the present batch.
-
     Raises:
         RewriteError: If the size of an image is unknown.
     """
