@@ -382,7 +382,7 @@ class Graph:
         return result
 
     def dependencies(self) -> tuple[dict[Node, int], dict[Node, list[Node]]]:
-        """Return how many nodes each node waits for, and the nodes that wait for it; a repeated operand counts twice."""
+        """Return the number of nodes that each node waits for, and its successors; a repeated operand counts twice."""
         waiting: dict[Node, int] = {}
         after: dict[Node, list[Node]] = {node: [] for node in self.nodes.values()}
         for node in self.nodes.values():
