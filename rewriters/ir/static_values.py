@@ -137,7 +137,7 @@ def op_attrs(**values: Any) -> dict[str, Any]:
 
 
 def add_constant(graph: Graph, name: str, value: Any, dtype: tf.DType) -> Tensor:
-    """Add a constant number or vector to a graph."""
+    """Add a constant to a graph."""
     array = np.array(value, dtype.as_numpy_dtype)
     attrs = op_attrs(dtype=dtype) | {"value": tf.compat.v1.AttrValue(tensor=tf.make_tensor_proto(array))}
     return graph.new_node(name, "Const", attrs=attrs, outputs=[(dtype, array.shape)]).out()

@@ -20,7 +20,7 @@ from rewriters.device.merged_kernels import may_merge, may_move_constant
 from rewriters.device.op_buffers import forwards_input_buffer
 from rewriters.ir.graph import LOOPS, Graph, Node, Tensor, predecessors
 from rewriters.ir.loop_bodies import is_folded
-from rewriters.ir.static_values import constant, int_constant, type_attr
+from rewriters.ir.static_values import add_constant, constant, op_attrs
 from rewriters.scheduling.control_edges import ControlEdge, EdgePass
 
 __all__: list[str] = []
@@ -91,15 +91,10 @@ def _keep_unfolded(graph: Graph, node: Node) -> None:
     if value is None or any(value.tobytes()):  # Of other values large tensors are rare.
         return
     dtype = node.out().dtype
-    zero = Node(
-        graph.unique_name(f"{node.name}/zero"),
-        "Empty",
-        [int_constant(graph, f"{node.name}/shape", (), tf.int32).out()],
-        attrs={"dtype": type_attr(dtype), "init": tf.compat.v1.AttrValue(b=True)},
-        device=node.device,
-        outputs=[(dtype, ())],
-    )
-    node.inputs[1] = graph.add(zero).out()
+    shape = add_constant(graph, f"{node.name}/shape", (), tf.int32)
+    attrs, outputs = op_attrs(dtype=dtype, init=True), [(dtype, ())]
+    zero = graph.new_node(f"{node.name}/zero", "Empty", [shape], attrs=attrs, device=node.device, outputs=outputs)
+    node.inputs[1] = zero.out()
 
 
 class DelayOptimizerOps(EdgePass):
