@@ -16,7 +16,7 @@ from rewriters.device.peak_memory import concurrent_scratch, most_alive
 from rewriters.emission.tile_pass import SegmentPlan, loop_nodes
 from rewriters.ir import tf_internals
 from rewriters.ir.graph import LOOPS, Node, Tensor
-from rewriters.pipelining.micro_batch_unroll import UnrollSpec
+from rewriters.pipelining.micro_batch_reduction import UnrollSpec
 from rewriters.pipelining.pipeline_pass import Pipelined, owner_device
 from rewriters.pipelining.schedule_simulator import draw, simulate
 from rewriters.pipelining.schedules import Direction, Schedule
