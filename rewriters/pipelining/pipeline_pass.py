@@ -156,7 +156,7 @@ class PipelinePass(GraphPass[Pipelined]):
         return slots
 
     def _merged(self, unrolled: UnrolledStep) -> set[Node]:
-        """Return the sums that TensorFlow flattens into others, which a control edge would prevent: rounding changes."""
+        """Return sums that TensorFlow flattens into others: a control edge would prevent that and change rounding."""
         flattened, role = summation_order.flattenable_sums(self.analysis), Role.MICRO_BATCH
         return {n for n, origin in unrolled.origin.items() if origin.role is role and origin.source in flattened}
 

@@ -9,6 +9,7 @@ then saved for its other consumers alone, and the workspace for none.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 from rewriters.analysis.graph_analysis import GraphAnalysis
@@ -21,12 +22,15 @@ __all__: list[str] = []
 _INPUT, _OUTPUT, _GRADIENT = range(3)
 
 
+@dataclasses.dataclass(frozen=True)
 class RecomputePooling(GraphPass[PassResult]):
-    """Gives each gradient of a max-pooling a pooling of its own, which waits for the incoming gradient."""
+    """Gives each gradient of a max-pooling a pooling of its own, which waits for the incoming gradient.
 
-    def __init__(self, analyse: Callable[[Graph], GraphAnalysis]) -> None:
-        """Prepare the pass; `analyse` returns the analysis of a graph."""
-        self.analyse = analyse
+    Attributes:
+        analyse: Returns the analysis of a graph.
+    """
+
+    analyse: Callable[[Graph], GraphAnalysis]
 
     def call(self, graph: Graph) -> PassResult:
         """Add the poolings."""

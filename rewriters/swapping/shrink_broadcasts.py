@@ -11,6 +11,7 @@ other readers of the operands.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -37,12 +38,15 @@ class _Small(NamedTuple):
     shape: tuple[Any, ...]
 
 
+@dataclasses.dataclass(frozen=True)
 class ShrinkBroadcasts(GraphPass[PassResult]):
-    """Lets elementwise ops read the sources of broadcast operands, so that no broadcast copy is saved."""
+    """Lets elementwise ops read the sources of broadcast operands, so that no broadcast copy is saved.
 
-    def __init__(self, analyse: Callable[[Graph], GraphAnalysis]) -> None:
-        """Prepare the pass; `analyse` returns the analysis of a graph."""
-        self.analyse = analyse
+    Attributes:
+        analyse: Returns the analysis of a graph.
+    """
+
+    analyse: Callable[[Graph], GraphAnalysis]
 
     def call(self, graph: Graph) -> PassResult:
         """Rewrite elementwise ops, and drop the copies that no op reads any more."""

@@ -354,26 +354,25 @@ class SwapResult(PassResult):
     swap_ins: tuple[Node, ...] = ()
 
 
+@dataclasses.dataclass(frozen=True)
 class InsertSwaps(GraphPass[SwapResult]):
-    """Adds swap-outs, swap-ins that wait for a trigger, and releases of the copies; bounds the swap-outs in flight."""
+    """Adds swap-outs, swap-ins that wait for a trigger, and releases of the copies; bounds the swap-outs in flight.
+
+    Attributes:
+        analysis: Analysis of the graph, for which the swaps were planned.
+        swaps: Swaps to add.
+        tier: Place of the swapped tensors.
+        max_in_flight: Swap-outs that may be under way at a time. Further tensors are not computed before one of them
+            has ended.
+    """
 
     new_stateful_ops = frozenset(("PyFunc", "While"))
     stage = Stage.SWAPPED
 
-    def __init__(self, analysis: GraphAnalysis, swaps: Sequence[Swap], *, tier: Tier, max_in_flight: int) -> None:
-        """Prepare the pass.
-
-        Args:
-            analysis: Analysis of the graph, for which the swaps were planned.
-            swaps: Swaps to add.
-            tier: Place of the swapped tensors.
-            max_in_flight: Swap-outs that may be under way at a time. Further tensors are not computed before one of
-                them has ended.
-        """
-        self.analysis = analysis
-        self.swaps = swaps
-        self.tier = tier
-        self.max_in_flight = max_in_flight
+    analysis: GraphAnalysis
+    swaps: Sequence[Swap]
+    tier: Tier
+    max_in_flight: int
 
     def requires(self, graph: Graph) -> None:
         """Check that the swaps were planned for the graph."""
@@ -429,7 +428,7 @@ class InsertSwaps(GraphPass[SwapResult]):
             num_nodes = len(new.nodes)
             swap_lists(new, lists, self.tier)
             self.tier.release(new, new.unique_name(f"lms/{loop.name}/given_back"), [new.nodes[reader.name]])
-            self._set_metadata(new, num_nodes, reader)
+            _set_metadata(new, num_nodes, reader)
             producer = new.nodes[loop.name]
             outs.append(_SwapOut(self.analysis.level[loop], producer, producer, merged=True))
         return outs
@@ -441,7 +440,7 @@ class InsertSwaps(GraphPass[SwapResult]):
         num_nodes = len(new.nodes)
         prefix = f"lms/{source.node.name}" + (f"_{source.index}" if source.index else "")
         swapped = tier.swap_out(new, source, new.unique_name(f"{prefix}/swap_out"), len(swap.swap_ins))
-        self._set_metadata(new, num_nodes, source.node)
+        _set_metadata(new, num_nodes, source.node)
         out = _SwapOut(self.analysis.level[swap.tensor.node], source.node, swapped.node, swap.merged)
         chains: list[_SwapInChain] = []
         for number, swap_in in enumerate(swap.swap_ins):
@@ -454,19 +453,19 @@ class InsertSwaps(GraphPass[SwapResult]):
                 node.inputs = [copy if t == source else t for t in node.inputs]
             release = tier.release(new, new.unique_name(f"{prefix}/given_back_{number}"), readers)
             chains.append(_SwapInChain(new.nodes[name], swap_in, release))
-            self._set_metadata(new, num_nodes, readers[0])
+            _set_metadata(new, num_nodes, readers[0])
         return out, chains
 
-    @staticmethod
-    def _set_metadata(graph: Graph, num_nodes: int, like: Node) -> None:
-        """Give the nodes, but constants, that were added after the first `num_nodes` the metadata of another one."""
-        for node in itertools.islice(graph.nodes.values(), num_nodes, None):
-            node.metadata = like.metadata if node.op != "Const" else node.metadata
+
+def _set_metadata(graph: Graph, num_nodes: int, like: Node) -> None:
+    """Give the nodes, but constants, that were added after the first `num_nodes` the metadata of another one."""
+    for node in itertools.islice(graph.nodes.values(), num_nodes, None):
+        node.metadata = like.metadata if node.op != "Const" else node.metadata
 
 
 def insert_swaps(analysis: GraphAnalysis, swaps: Sequence[Swap], tier: Tier, max_in_flight: int) -> SwapResult:
     """Run `InsertSwaps` on the analysed graph."""
-    return run_pass(InsertSwaps(analysis, swaps, tier=tier, max_in_flight=max_in_flight), analysis.graph)
+    return run_pass(InsertSwaps(analysis, swaps, tier, max_in_flight), analysis.graph)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -549,23 +548,14 @@ def _wait_for_releases(chains: list[_SwapInChain], level: Mapping[Node, int]) ->
             for release, readers in waiting.items()
             if max(level[reader] for reader in readers) <= level[control]
         }
-        lowest = min((level[reader] for readers in ended.values() for reader in readers), default=0)
-        passed = _ancestors(control, level, lowest) if ended else set()
+        if not ended:
+            continue
+        lowest = min(level[reader] for readers in ended.values() for reader in readers)
+        passed = ancestors([control], lambda node, lowest=lowest: [b for b in predecessors(node) if level[b] >= lowest])
         for release in [release for release, readers in ended.items() if passed.issuperset(readers)]:
             del waiting[release]
             for start in starts[control]:
                 yield ControlEdge(start, release)
-
-
-def _ancestors(node: Node, level: Mapping[Node, int], lowest: int) -> set[Node]:
-    """Return a node and its ancestors from a level on."""
-    result, stack = {node}, [node]
-    while stack:
-        for before in predecessors(stack.pop()):
-            if before not in result and level[before] >= lowest:
-                result.add(before)
-                stack.append(before)
-    return result
 
 
 def _run_updates_last(graph: Graph, outs: list[_SwapOut], updates: Mapping[Node, int]) -> None:
