@@ -23,7 +23,7 @@ from rewriters.device.allocator import Allocator, empty_pool, pools
 from rewriters.device.kernel_scratch import op_scratch
 from rewriters.device.op_buffers import allocates, forwards_input_buffer, may_run_in_place
 from rewriters.ir.device_model import DeviceModel
-from rewriters.ir.graph import IN_FILES, LOOPS, Graph, Node, Tensor, predecessors
+from rewriters.ir.graph import IN_FILES, LOOPS, Graph, Node, Tensor, ancestors, predecessors
 from rewriters.ir.loop_bodies import folded_tensors, is_folded
 from rewriters.ir.op_traits import Trait, ops_with
 
@@ -588,12 +588,4 @@ def concurrent_scratch(
 def waits(order: Sequence[Node], first: int, second: int) -> bool:
     """Return whether the op at one position of an order waits for the op at an earlier position."""
     between = set(order[first:second])
-    stack, seen = [order[second]], set[Node]()
-    while stack:
-        for before in predecessors(stack.pop()):
-            if before is order[first]:
-                return True
-            if before in between and before not in seen:
-                seen.add(before)
-                stack.append(before)
-    return False
+    return order[first] in ancestors([order[second]], lambda node: between.intersection(predecessors(node)))

@@ -55,17 +55,16 @@ def _recompute(graph: Graph, gradient: Node) -> None:
     pool = forward_pool_of(gradient)
     assert pool is not None
     waits = [*pool.control_inputs, gradient.inputs[_GRADIENT].node]
-    name = graph.unique_name(recomputed_pool_name(gradient))
-    copy = Node(
-        name,
+    copy = graph.new_node(
+        recomputed_pool_name(gradient),
         pool.op,
         [gradient.inputs[_INPUT]],
         control_inputs=waits,
         attrs=pool.attrs,
         device=gradient.device,
-        outputs=list(pool.outputs),
+        outputs=pool.outputs,
     )
-    gradient.inputs = [*gradient.inputs[:_OUTPUT], graph.add(copy).out(), *gradient.inputs[_OUTPUT + 1 :]]
+    gradient.inputs = [*gradient.inputs[:_OUTPUT], copy.out(), *gradient.inputs[_OUTPUT + 1 :]]
 
 
 def forward_pool_of(node: Node) -> Node | None:

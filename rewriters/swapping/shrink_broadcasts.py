@@ -168,19 +168,16 @@ class _BroadcastShrinker:
         shape = self._broadcast_shape(operands)
         assert shape is not None
         static = tuple(size if isinstance(size, int) else None for size in shape)
-        controls = [self.graph.nodes[before.name] for before in node.control_inputs]
-        name = self.graph.unique_name(f"{node.name}/small")
-        inputs = [operand.tensor for operand in operands]
-        new = Node(
-            name,
+        new = self.graph.new_node(
+            f"{node.name}/small",
             op,
-            inputs,
-            control_inputs=controls,
+            [operand.tensor for operand in operands],
+            control_inputs=[self.graph.nodes[before.name] for before in node.control_inputs],
             attrs=attrs,
             device=node.device,
             outputs=[(node.outputs[0][0], static)],
         )
-        return _Small(self.graph.add(new).out(), shape)
+        return _Small(new.out(), shape)
 
     def _broadcast_shape(self, operands: Sequence[_Small]) -> tuple[Any, ...] | None:
         """Return the shape that operands broadcast to; `None` if it is unknown."""

@@ -551,7 +551,11 @@ def _wait_for_releases(chains: list[_SwapInChain], level: Mapping[Node, int]) ->
         if not ended:
             continue
         lowest = min(level[reader] for readers in ended.values() for reader in readers)
-        passed = ancestors([control], lambda node, lowest=lowest: [b for b in predecessors(node) if level[b] >= lowest])
+
+        def late(node: Node, lowest: int = lowest) -> list[Node]:
+            return [before for before in predecessors(node) if level[before] >= lowest]
+
+        passed = ancestors([control], late)
         for release in [release for release, readers in ended.items() if passed.issuperset(readers)]:
             del waiting[release]
             for start in starts[control]:
