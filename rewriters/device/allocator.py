@@ -11,7 +11,6 @@ import bisect
 import dataclasses
 from collections.abc import Iterator
 from random import Random
-from typing import Any, Protocol
 
 from rewriters.ir.device_model import DeviceModel
 
@@ -23,30 +22,18 @@ POOL_STATES = 6
 """States of a growing pool that are tried; their peaks differ by a third."""
 
 
-class Allocator(Protocol):
-    """Memory of a device."""
-
-    in_use: int
-    """Bytes that the device counts as allocated."""
-
-    def allocate(self, num_bytes: int) -> Any:
-        """Allocate memory and return a handle for `free`."""
-
-    def map(self, num_bytes: int) -> Any:
-        """Count memory that is not the device's, such as pages of a file, and return a handle for `free`."""
-
-    def free(self, handle: Any) -> None:
-        """Free an allocation."""
-
-
 class ExactAllocator:
-    """Allocator without fragmentation, such as `malloc` for large blocks."""
+    """Allocator without fragmentation, such as `malloc` for large blocks.
+
+    Attributes:
+        in_use: Bytes that the device counts as allocated.
+    """
 
     def __init__(self) -> None:
         self.in_use = 0
 
     def allocate(self, num_bytes: int) -> int:
-        """Allocate memory."""
+        """Allocate memory and return a handle for `free`."""
         self.in_use += num_bytes
         return num_bytes
 
@@ -207,6 +194,9 @@ class BestFitAllocator:
 
     def _forget(self, chunk: _Chunk) -> None:
         del self._free[bisect.bisect_left(self._free, (chunk.size, chunk.address))]
+
+
+Allocator = ExactAllocator | BestFitAllocator
 
 
 def empty_pool(device: DeviceModel, limit: int = BestFitAllocator.UNLIMITED_BYTES) -> Allocator:
