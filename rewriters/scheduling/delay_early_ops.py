@@ -8,7 +8,7 @@ Factors of a gradient that depend on activations alone wait in the same way.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -113,7 +113,7 @@ class DelayOptimizerOps(EdgePass):
         """Yield one edge for each op that is delayed."""
         order = graph.execution_order()
         position = {node: index for index, node in enumerate(order)}
-        data, consumers, successors = data_dependent_nodes(graph, order), graph.consumers(), _successors(order)
+        data, consumers, (_, successors) = data_dependent_nodes(graph, order), graph.consumers(), graph.dependencies()
         fixed = {node.name for node in summation_order.flattenable_sums(self.analysis)}
         early = [
             node
@@ -168,7 +168,7 @@ class RunUpdatesBeforeLoops(EdgePass):
     def edges(self, graph: Graph) -> Iterator[ControlEdge]:
         """Yield edges from updates to the starts of loops."""
         order = graph.execution_order()
-        update = set(_update_ops(order, _successors(order), self.analysis))
+        update = set(_update_ops(order, graph.dependencies()[1], self.analysis))
         number = {graph.nodes[loop.loop]: position for position, loop in enumerate(self.loops)}
         starts = {
             graph.nodes[loop.start]: (position, loop.device)
@@ -206,14 +206,6 @@ def _update_ops(order: Sequence[Node], successors: Mapping[Node, list[Node]], an
     return list(update)
 
 
-def _successors(order: Iterable[Node]) -> dict[Node, list[Node]]:
-    result: dict[Node, list[Node]] = {node: [] for node in order}
-    for node in result:
-        for before in predecessors(node):
-            result[before].append(node)
-    return result
-
-
 def _is_large_value(node: Node) -> bool:
     """Return whether an op makes a single, large value and has no effect."""
     if node.stateful or len(node.outputs) != 1 or reads_shape_only(node):
@@ -243,7 +235,7 @@ class _DelayPlanner:
         self.ready = earliest_forward_level(spec.analysis)
         self.waits: dict[Node, Node] = {}
         self.fixed = summation_order.flattenable_sums(spec.analysis)
-        self.successors = _successors(spec.analysis.order)
+        _, self.successors = spec.analysis.graph.dependencies()
 
     def edges(self) -> Iterator[ControlEdge]:
         """Yield the edges to add."""

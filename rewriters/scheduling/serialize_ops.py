@@ -160,16 +160,9 @@ class _MemoryOrder:
     """Order of ops: depth first from the last ops; an op that frees memory runs as soon as it can."""
 
     def __init__(self, graph: Graph, batch: int) -> None:
-        self._graph = graph
         self._batch = batch
         self._rank = {node: number for number, node in enumerate(graph.execution_order())}
-        self._after: dict[Node, list[Node]] = {node: [] for node in self._rank}
-        self._waiting: dict[Node, int] = {}
-        for node in self._rank:
-            before = dict.fromkeys(predecessors(node))
-            self._waiting[node] = len(before)
-            for other in before:
-                self._after[other].append(node)
+        self._waiting, self._after = graph.dependencies()
         self._num_bytes: dict[Tensor, int] = {}
         self._allocated: dict[Node, int] = {}
         self._read_buffers: dict[Node, list[Tensor]] = {}
