@@ -39,7 +39,7 @@ class ExactAllocator:
 
     map = allocate
 
-    def free(self, handle: int) -> None:
+    def free(self, handle: Any) -> None:
         """Free an allocation."""
         self.in_use -= handle
 
