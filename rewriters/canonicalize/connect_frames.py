@@ -27,13 +27,9 @@ def connect_frames(graph: Graph, evaluate: StaticEvaluator) -> dict[Tensor, Tens
 
 
 def wait_for_single_frames(graph: Graph, mapping: Mapping[Tensor, Tensor]) -> None:
-    """Let ops that wait for all frames of an `Unpack` wait for the frame that is read behind them, in place.
+    """Let ops that wait for all frames of an `Unpack` wait for the frame that `mapping` replaces behind them, in place.
 
     Functions with a gradient of their own, such as `tf.nn.silu`, let their ops wait for the gradient of their result.
-
-    Args:
-        graph: The graph.
-        mapping: New tensors for the frames that are to be replaced.
     """
     consumers = graph.consumers()
     unpacks = {tensor.node for tensor in mapping if tensor.node.op == "Unpack"}

@@ -32,9 +32,7 @@ _WRAPPERS = ops_with(Trait.CONV_WRAPPER)
 def expand_grouped_convolutions(concrete_fn: Any, as_calls: Callable[[Any], bool] | None) -> Graph:
     """Return the graph of a function without calls, except calls of convolutions for which the device has no kernels.
 
-    Args:
-        concrete_fn: A traced function.
-        as_calls: As for `inline_calls`.
+    `as_calls` as for `inline_calls`.
     """
     skipped: set[str] = set()
     inlined: set[str] = set()

@@ -134,15 +134,7 @@ def _is_adjoint(product: Node, position: int) -> bool:
 
 
 def add_einsum(graph: Graph, near: Node, equation: str, operands: Sequence[Tensor], shape: Shape) -> Tensor:
-    """Add an `Einsum` op, with the device and the dtype of a replaced op, and return its result.
-
-    Args:
-        graph: The graph.
-        near: The replaced op.
-        equation: Axes of the operands and of the result, such as `"aby,yz->abz"`.
-        operands: The operands.
-        shape: Shape of the result.
-    """
+    """Add an `Einsum` op, such as `"aby,yz->abz"`, with the device and dtype of a replaced op; return its result."""
     dtype = near.outputs[0][0]
     attrs = op_attrs(equation=equation, N=len(operands), T=dtype)
     return graph.add_beside(near, "Einsum", operands, attrs, [(dtype, shape)]).out()

@@ -11,6 +11,7 @@ import bisect
 import dataclasses
 from collections.abc import Iterator
 from random import Random
+from typing import Any
 
 from rewriters.ir.device_model import DeviceModel
 
@@ -200,14 +201,10 @@ Allocator = ExactAllocator | BestFitAllocator
 
 
 def empty_pool(device: DeviceModel, limit: int = BestFitAllocator.UNLIMITED_BYTES) -> Allocator:
-    """Return a model of a device's empty memory.
+    """Return a model of a device's empty memory, in which the best-fit allocator has at most `limit` bytes.
 
     A device with statistics has TensorFlow's best-fit allocator; otherwise memory comes from the C library. A GPU takes
     all of its memory in one region unless memory growth is on.
-
-    Args:
-        device: The device.
-        limit: Bytes of the best-fit allocator.
     """
     if not device.has_allocator_stats or device.maps_pages:
         return ExactAllocator()

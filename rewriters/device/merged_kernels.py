@@ -79,12 +79,7 @@ def bias_gradients(graph: Graph, consumers: Consumers) -> list[tuple[Node, Node]
 
 
 def merged_ops(graph: Graph, consumers: Consumers) -> dict[Node, Node]:
-    """Return for each op that may be merged the op that absorbs it, which another one may absorb in turn.
-
-    Args:
-        graph: The graph.
-        consumers: (node, operand position) pairs that read each tensor.
-    """
+    """Return for each op that may be merged the op that absorbs it, which another one may absorb in turn."""
     merged = dict(bias_gradients(graph, consumers))
     for node in graph.nodes.values():
         if node.op not in _MERGE_ROOTS:

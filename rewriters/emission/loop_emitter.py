@@ -48,14 +48,7 @@ def is_awaited(analysis: GraphAnalysis, node: Node) -> bool:
 
 
 def trace_loop(analysis: GraphAnalysis, segment: Segment, tile_loop: TileLoop, files: FileBuffers | None = None) -> Any:
-    """Return a function graph that computes `loop_output_tensors` from `loop_input_tensors`.
-
-    Args:
-        analysis: Analysis of the step.
-        segment: Segment of the loop.
-        tile_loop: The planned loop.
-        files: Rule that selects the results in files; `None` to hold all in memory.
-    """
+    """Return a function graph that computes `loop_output_tensors` from `loop_input_tensors`."""
     inputs = loop_input_tensors(tile_loop, segment)
     specs = [tf.TensorSpec(t.shape, t.dtype) for t in inputs]
 

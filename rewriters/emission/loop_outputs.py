@@ -131,14 +131,7 @@ def loop_state_dtype(tile_loop: TileLoop, tensor: Tensor) -> tf.DType:
 
 
 def initial_state(loop: LoopContext, tensor: Tensor, dtype: tf.DType, zero: bool) -> LoopState:
-    """Return the state variable of a result, in memory or in a file.
-
-    Args:
-        loop: The loop.
-        tensor: The result.
-        dtype: Element type of the variable.
-        zero: Whether it begins as zeros; otherwise every element is written.
-    """
+    """Return the state variable of a result, in memory or in a file; without `zero` every element is written."""
     assert tensor.shape is not None
     dims = [loop.batch if dim is None else int(dim) for dim in tensor.shape]
     shape = stacked(dims) if dims else []

@@ -70,15 +70,7 @@ def plan_segment(
     backward_grid: Grid | None = None,
     halo: Halo = Halo.RECOMPUTE,
 ) -> SegmentPlan:
-    """Plan the loops of one segment.
-
-    Args:
-        analysis: Analysis of the step.
-        segment: The segment.
-        grid: Numbers of tiles.
-        backward_grid: Numbers of tiles of backward loops, `grid` if `None`.
-        halo: Source of the rows that neighbouring tiles share.
-    """
+    """Plan the loops of one segment with `grid` tiles, and backward loops with `backward_grid` unless it is `None`."""
     backward = backward_grid or grid
     if segment.loop_specs:
         planner = (RowBarrierPlanner if halo is Halo.CARRY else BarrierPlanner)(analysis, segment)
@@ -92,12 +84,7 @@ def planner_for(analysis: GraphAnalysis, segment: Segment, halo: Halo) -> TilePl
 
 
 def tile_segments(analysis: GraphAnalysis, plans: list[SegmentPlan], files: FileBuffers | None = None) -> Graph:
-    """Return a new graph in which the planned segments run tile by tile.
-
-    Args:
-        analysis: Analysis of the graph that the plans refer to.
-        plans: Plans of segments that share no op.
-        files: Rule that selects the results of loops in files; `None` to hold all in memory.
+    """Return a new graph in which the planned segments run tile by tile; arguments as in `TilePass`.
 
     Raises:
         RewriteError: If an op outside of a segment needs an op inside that has no full-size result.
@@ -153,11 +140,6 @@ def tile_stages(analysis: GraphAnalysis, plans: list[SegmentPlan], stages: Mappi
     """Return a step whose segments run tile by tile; only loops of the same pipeline stage wait for each other.
 
     Ops outside of the loops, such as the optimizer update, get no new order. The slots of the pipeline order them.
-
-    Args:
-        analysis: Analysis of the graph that the plans refer to.
-        plans: Plans of segments that share no op.
-        stages: Stage of each op that has one.
     """
     return run_pass(TilePass(analysis, plans, stages=stages), analysis.graph)
 

@@ -514,12 +514,7 @@ def _concurrent_order(
 ) -> Iterator[Node]:
     """Simulate an executor that runs slow ops beside the others; yield nodes in the order in which they end.
 
-    Args:
-        sources: Nodes that wait for no other.
-        after: Nodes that wait for each node.
-        waiting: Number of nodes that each node waits for. It is counted down.
-        slow: Seconds of nodes that run concurrently with others.
-        seconds: Duration of each other node.
+    Begins with `sources`, and counts `waiting` down. `slow` and `seconds` as for `Graph.execution_order`.
     """
     ready = collections.deque(sources)
     running = collections.deque[tuple[float, Node]]()  # (end time, node)
@@ -563,9 +558,7 @@ def producers(node: Node) -> list[Node]:
 def ancestors(nodes: Iterable[Node], waits_for: Callable[[Node], Iterable[Node]] | None = None) -> set[Node]:
     """Return `nodes` and all nodes that must run before them.
 
-    Args:
-        nodes: The nodes to start from.
-        waits_for: Gives the nodes that come directly before a node; by default those of its data and control edges.
+    `waits_for` gives the direct predecessors of a node; by default those by data and control edges.
     """
     waits_for = predecessors if waits_for is None else waits_for
     seen: set[Node] = set(nodes)

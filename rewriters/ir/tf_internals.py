@@ -418,11 +418,7 @@ def _captured_value(tensor: Any) -> tuple[bool, Any]:
 
 
 def allocations(stats: Any) -> list[tuple[str, int, int, str]]:
-    """Return (device, microseconds, bytes, operation) of each allocation of a step; bytes are negative for a free.
-
-    Args:
-        stats: The result of `step_stats`.
-    """
+    """Return (device, microseconds, bytes, operation) of each allocation in `StepStats`, negative bytes for a free."""
     records = []
     for device in stats.dev_stats:
         for node in device.node_stats:

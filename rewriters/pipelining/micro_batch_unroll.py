@@ -69,11 +69,6 @@ class UnrolledStep:
 def unroll_micro_batches(analysis: GraphAnalysis, parts: StepPartition, spec: UnrollSpec) -> UnrolledStep:
     """Return a step with the ops that depend on the batch repeated for each micro-batch, and their results combined.
 
-    Args:
-        analysis: Analysis of the step as traced for one micro-batch.
-        parts: Partition of the step.
-        spec: Specification of the micro-batches.
-
     Raises:
         PipelineError: If a value cannot be combined, or if both micro-batches and the update write a variable.
     """

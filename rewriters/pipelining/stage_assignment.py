@@ -49,11 +49,7 @@ class Stages:
 
 
 def assign_stages(analysis: GraphAnalysis, cuts: Sequence[Sequence[Tensor]]) -> Stages:
-    """Return the stage of every op.
-
-    Args:
-        analysis: Analysis of the joint graph.
-        cuts: Tensors that each stage but the last ends with.
+    """Return the stage of every op; `cuts` are the tensors that each stage but the last ends with.
 
     Raises:
         PipelineError: If a cut is no forward tensor, or does not follow the one before it.
@@ -338,12 +334,7 @@ class Separators:
 
 
 def separators(analysis: GraphAnalysis, batch: int) -> Separators:
-    """Return the cuts of a network that a single tensor crosses.
-
-    Args:
-        analysis: Of the joint graph.
-        batch: Size of an unknown batch.
-    """
+    """Return the cuts of a network that a single tensor crosses."""
     whole = assign_stages(analysis, [])
     wanted = _needed_forward(analysis, whole)
     weighted = _after_weights(analysis, wanted)

@@ -65,12 +65,7 @@ class StagedStep:
 
 
 def with_tiles(staged: StagedStep, plans: list[SegmentPlan]) -> StagedStep:
-    """Return the step with segments, each of one stage, replaced by tile loops.
-
-    Args:
-        staged: The step.
-        plans: Segments of its analysis that share no operation.
-    """
+    """Return the step with segments of its analysis, each of one stage, replaced by tile loops."""
     tiled = tile_stages(staged.analysis, plans, staged.stages.of)
     return _transfer_metadata(staged, tiled.graph, tiled.tile_loops)
 
@@ -182,12 +177,9 @@ class _DropEdgesBetweenStages(GraphPass[PassResult]):
 
 
 def _transfer_metadata(staged: StagedStep, graph: Graph, tile_loops: Mapping[Node, TileLoop]) -> StagedStep:
-    """Return the step with its partition and stages carried over to the graph of a pass.
+    """Return the step with its partition and stages carried over to the graph of a pass, in which ops kept their names.
 
-    Args:
-        staged: The step before.
-        graph: The new graph: operations that it has kept have kept their names.
-        tile_loops: New operations of tile loops, each with its loop.
+    `tile_loops` are new ops of tile loops, each with its loop.
     """
     old = staged.analysis
     nodes = graph.nodes

@@ -193,10 +193,7 @@ class RunUpdatesBeforeLoops(EdgePass):
 def _update_ops(order: Sequence[Node], successors: Mapping[Node, list[Node]], analysis: GraphAnalysis) -> list[Node]:
     """Return the ops whose results reach variables and results of the step alone, last one first.
 
-    Args:
-        order: Nodes of a graph with tile loops, in topological order.
-        successors: Nodes that wait for each node.
-        analysis: Analysis of the step without tile loops.
+    `order` and `successors` are those of a graph with tile loops, `analysis` that of the step without them.
     """
     forward = {node.name for node in analysis.data if node not in analysis.backward}
     update: dict[Node, None] = {}

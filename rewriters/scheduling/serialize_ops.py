@@ -97,10 +97,8 @@ class SerializeScratchGroups(EdgePass):
 def layer_gradient_edges(nodes: Iterable[Node]) -> Iterator[ControlEdge]:
     """Yield edges by which the gradients of each layer wait for those of the layer differentiated before it.
 
-    Otherwise gradients of inputs run ahead of gradients of filters, whose operands then occupy memory.
-
-    Args:
-        nodes: Ops that a device runs one after another, in a possible order.
+    Otherwise gradients of inputs run ahead of gradients of filters, whose operands then occupy memory. `nodes` are ops
+    that a device runs one after another, in a possible order.
     """
     group: ConcurrencyGroup[Node] = ConcurrencyGroup(is_conv_or_pool_grad)
     for node in nodes:

@@ -60,10 +60,7 @@ def is_filled_by_loop(tensor: Tensor) -> bool:
 def saved_list(graph: Graph, tensor: Tensor, consumers: Consumers) -> SavedList | str:
     """Return a list that can be swapped element by element, or the reason why it cannot.
 
-    Args:
-        graph: Graph of the step.
-        tensor: A list for which `is_filled_by_loop` holds.
-        consumers: Consumers of the tensors of the graph.
+    `is_filled_by_loop` holds for the tensor.
     """
     loop, index = tensor
     created = loop.inputs[index]
@@ -108,13 +105,7 @@ def _only_changed_by(body: Graph, index: int, change: Node) -> bool:
 
 
 def swap_lists(new: Graph, lists: Sequence[SavedList], tier: Tier) -> None:
-    """Swap the elements of lists that one loop fills and one loop empties.
-
-    Args:
-        new: Graph that is edited, a copy of that in which the lists were found.
-        lists: The lists.
-        tier: Place of the elements.
-    """
+    """Swap the elements of lists that one loop fills and one loop empties, in a copy of the graph that has them."""
     loop, reader = new.nodes[lists[0].tensor.node.name], new.nodes[lists[0].reader.name]
     name = f"lms/{loop.name}"
     created = loop.inputs[lists[0].tensor.index].node

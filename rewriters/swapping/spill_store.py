@@ -30,11 +30,7 @@ _FULL_DISK = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
 
 
 def reason_unsupported(page_cache: bool = True) -> str:
-    """Return why this system cannot write spill files and read them back; empty if it can.
-
-    Args:
-        page_cache: As for `SpillStore`.
-    """
+    """Return why this system cannot write spill files and read them back; empty if it can."""
     if not all(hasattr(os, name) for name in ("pwrite", "pread")):
         return "it needs `os.pwrite` and `os.pread` (Linux or macOS)"
     if not page_cache and not all(hasattr(os, name) for name in ("fdatasync", "posix_fadvise")):
@@ -249,11 +245,7 @@ class SpillStore:
             self._peak = max(self._peak, sum(size for _, size in self._copies) + self._allocated())
 
     def reset_peak(self, allocated: Callable[[], int] | None = None) -> None:
-        """Start a new measurement of `peak_bytes`.
-
-        Args:
-            allocated: Function that returns the peak of the device's allocator since its last call.
-        """
+        """Start a new measurement of `peak_bytes`; `allocated` returns the allocator's peak since its last call."""
         with self._lock:
             self._allocated = allocated or (lambda: 0)
             self._peak = 0

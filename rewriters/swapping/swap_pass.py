@@ -106,10 +106,7 @@ class SwapPlan:
 def without_copies(graph: Graph, scopes: tuple[str, ...] = (), forward: Container[str] = ()) -> GraphAnalysis:
     """Return the analysis of a graph without broadcast copies, in which gradients of max-poolings recompute these.
 
-    Args:
-        graph: Graph of the step, which may contain tile loops.
-        scopes: Scopes of ops that belong to the backward phase, as for `GraphAnalysis`.
-        forward: Names of ops that belong to the forward phase, as for `GraphAnalysis`.
+    The graph may contain tile loops. `scopes` and `forward` as for `GraphAnalysis`.
     """
     latest: GraphAnalysis | None = None
 
@@ -125,14 +122,9 @@ def without_copies(graph: Graph, scopes: tuple[str, ...] = (), forward: Containe
 def in_swap_order(
     analysis: GraphAnalysis, min_bytes: int, batch: int, scopes: tuple[str, ...] = (), forward: Container[str] = ()
 ) -> GraphAnalysis:
-    """Return the analysis of a graph without early or concurrent large ops.
+    """Return the analysis of a graph, as `without_copies` returns it, without early or concurrent large ops.
 
-    Args:
-        analysis: Analysis that `without_copies` returned.
-        min_bytes: Size from which on results are delayed and brought into one order.
-        batch: Batch size, where the graph leaves it open.
-        scopes: As for `without_copies`.
-        forward: As for `without_copies`.
+    Results of at least `min_bytes` are delayed and ordered. `scopes` and `forward` as for `GraphAnalysis`.
     """
     backward = {node.name for node in analysis.backward}
     exchanged = after_exchanges(analysis)
@@ -169,7 +161,7 @@ def plan_swaps(analysis: GraphAnalysis, options: SwapOptions, batch: int, times:
     """Select tensors to swap, their swap-ins and control ops.
 
     Args:
-        analysis: Analysis that `prepare_for_swapping` returned.
+        analysis: Analysis that `in_swap_order` returned.
         options: Parameters of the selection.
         batch: Batch size, where the graph leaves it open.
         times: Times from which leads within `options.lb` and `options.ub` are chosen. By default all leads are as
@@ -501,13 +493,7 @@ class _SwapInChain:
 
 
 def _add_unless_cyclic(graph: Graph, edges: Iterable[ControlEdge], is_acyclic: bool) -> None:
-    """Add edges that only lower the peak; remove all of them if they close a cycle of merged ops.
-
-    Args:
-        graph: The graph, which is edited.
-        edges: The edges.
-        is_acyclic: Whether the graph has no such cycle without them.
-    """
+    """Add edges that only lower the peak; remove all of them if they close the first cycle of merged ops."""
     edges = list(edges)
     for edge in edges:
         edge.node.control_inputs.append(edge.before)

@@ -177,8 +177,7 @@ class LeadPlanner:
     def latest_starts(self, lead: float) -> dict[Fetch, float]:
         """Return the time at which each swap-in has to start, so that neither its consumer nor a later one waits.
 
-        Args:
-            lead: Multiple of the smallest sufficient lead.
+        `lead` is a multiple of the smallest sufficient lead.
         """
         starts: dict[Fetch, float] = {}
         link = math.inf
