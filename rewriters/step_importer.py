@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import tensorflow as tf
 
-from rewriters.emission.file_buffers import FilePool
 from rewriters.ir import tf_internals
 from rewriters.ir.graph import Graph, Tensor
 from rewriters.ir.graph_pass import check_legal
@@ -16,6 +15,13 @@ from rewriters.ir.legality import Stage
 from rewriters.swapping.tiers import Tier
 
 __all__: list[str] = []
+
+
+class LoopFiles(Protocol):
+    """Files of the results of loops."""
+
+    def clear(self) -> None:
+        """Delete the files."""
 
 
 class StepImporter:
@@ -30,7 +36,9 @@ class StepImporter:
         other: Importer of the step for all other batch sizes, if these may occur.
     """
 
-    def __init__(self, graph: Graph, concrete_fn: Any, tier: Tier | None = None, files: FilePool | None = None) -> None:
+    def __init__(
+        self, graph: Graph, concrete_fn: Any, tier: Tier | None = None, files: LoopFiles | None = None
+    ) -> None:
         self.graph = graph
         self.concrete_fn = concrete_fn
         self.tier = tier

@@ -293,7 +293,7 @@ def _filter_sizes(node: Node) -> list[int] | None:
 
 
 def unfolded_at_once(op: str, dtype: tf.DType, call: KernelShape, sizes: Sequence[int], device: DeviceModel) -> int:
-    """Return the number of entries that TensorFlow's own kernel unfolds at once, for a filter of `sizes`, taps first.
+    """Return the number of entries that TensorFlow's own kernel unfolds concurrently; `sizes` has the taps first.
 
     It is 0 for a forward convolution, and for a 3-D kernel that does not unfold.
     """
