@@ -14,7 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
-from tensorflow.core.protobuf import device_properties_pb2, rewriter_config_pb2
+from tensorflow.core.protobuf import device_properties_pb2, meta_graph_pb2, rewriter_config_pb2
+from tensorflow.python.grappler import cluster, item, tf_optimizer
 
 from rewriters.device.gpu_kernels import SWITCHED_OFF
 from rewriters.ir import tf_internals
@@ -65,7 +66,7 @@ def placed(concrete_fn: Any) -> PlacedGraph:
         node.attr["T"].type = tensor.dtype.as_datatype_enum
         node.attr["index"].i = number
     fetches = (*results, *(op.name for op in tf_internals.control_outputs(concrete_fn)))
-    lowered = tf_internals.optimize_graph(graph_def, fetches, _devices(None, 0), _lowering())
+    lowered = _optimize_graph(graph_def, fetches, _devices(None, 0), _lowering())
     for node in lowered.node:
         node.device = _DEVICE + ("CPU:0" if "CPU" in node.device else "GPU:0")
     return PlacedGraph(lowered, fetches)
@@ -103,6 +104,47 @@ def _devices(card: Card | None, memory_bytes: int) -> list[Any]:
     return [named(name=f"{_DEVICE}CPU:0", properties=host), named(name=f"{_DEVICE}GPU:0", properties=gpu)]
 
 
+def _meta_graph(graph_def: Any, fetches: Iterable[str]) -> Any:
+    meta_graph = meta_graph_pb2.MetaGraphDef(graph_def=graph_def)
+    meta_graph.collection_def["train_op"].node_list.value.extend(fetches)  # The graph optimizers keep these ops.
+    return meta_graph
+
+
+def _optimize_graph(graph_def: Any, fetches: Iterable[str], devices: Sequence[Any], options: Any) -> Any:
+    """Return a graph as TensorFlow's graph optimizers change it.
+
+    TensorFlow optimizes graphs only when it runs them, on devices of this machine.
+
+    Args:
+        graph_def: The graph.
+        fetches: Names of ops that are kept.
+        devices: Devices as `NamedDevice` protos; they need not be in this machine.
+        options: The optimizers, as `RewriterConfig`.
+
+    Raises:
+        tf.errors.OpError: If an optimizer fails and `options.fail_on_optimizer_errors` is set.
+    """
+    config = tf.compat.v1.ConfigProto()
+    config.graph_options.rewrite_options.CopyFrom(options)
+    virtual = cluster.Cluster(devices=devices)
+    try:
+        return tf_optimizer.OptimizeGraph(config, _meta_graph(graph_def, fetches), verbose=False, cluster=virtual)
+    finally:
+        virtual.Shutdown()
+
+
+def _inferred_shapes(graph_def: Any, fetches: Iterable[str]) -> dict[str, list[tuple[int, ...] | None]]:
+    """Return the shapes of the results of each op, also in lowered loops; a negative size is unknown.
+
+    `tf.graph_util.import_graph_def` infers no shapes of the state variables of lowered loops.
+    """
+    properties = item.Item(_meta_graph(graph_def, fetches)).GetOpProperties()
+    return {
+        name: [None if p.shape.unknown_rank else tuple(dim.size for dim in p.shape.dim) for p in results]
+        for name, results in properties.items()
+    }
+
+
 def optimized(
     graph: PlacedGraph,
     card: Card,
@@ -123,7 +165,7 @@ def optimized(
     options = rewriter_config_pb2.RewriterConfig(min_graph_nodes=-1, fail_on_optimizer_errors=is_strict)
     tf_internals.switch_off(options, off)
     devices = _devices(card, card.memory_limit if memory_bytes is None else memory_bytes)
-    return graph._replace(graph_def=tf_internals.optimize_graph(graph.graph_def, graph.fetches, devices, options))
+    return graph._replace(graph_def=_optimize_graph(graph.graph_def, graph.fetches, devices, options))
 
 
 def all_but(optimizer: str) -> tuple[str, ...]:
@@ -222,7 +264,7 @@ def optimizer_figures(graph: PlacedGraph) -> dict[str, Any]:
     frames = loop_frames(graph.graph_def)
     convolutions = [node for node in graph.graph_def.node if CONVOLUTION.match(node.op)]
     added = [node.name for node in graph.graph_def.node if node.op == "Transpose" and "LayoutOptimizer" in node.name]
-    shapes = tf_internals.inferred_shapes(graph.graph_def, graph.fetches) if added else {}
+    shapes = _inferred_shapes(graph.graph_def, graph.fetches) if added else {}
     sizes = {name: _num_elements(shapes.get(name)) for name in added}
     types = {
         node.name: tf.dtypes.as_dtype(node.attr["T"].type).size for node in graph.graph_def.node if "T" in node.attr

@@ -81,13 +81,7 @@ class StepImporter:
     def values(
         self, arguments: Sequence[Any], tensors: Sequence[Tensor], given: Mapping[Tensor, Any] | None = None
     ) -> list[Any]:
-        """Import this graph, not `other`, and return the values of some of its tensors.
-
-        Args:
-            arguments: Flat arguments that feed the graph.
-            tensors: Tensors whose values are returned.
-            given: Values that replace those of tensors.
-        """
+        """Import this graph, not `other`, with `given` values in place of tensors; return the values of `tensors`."""
         outer = tf_internals.default_func_graph()
         assert outer is not None, "the graph is imported inside of a trace"
         fed = [outer.capture(t) for t in (*self._checked(arguments), *self.concrete_fn.captured_inputs)]
@@ -152,9 +146,7 @@ class StepImporter:
 def specialise_shapes(concrete_fn: Any, shapes: Mapping[int, Sequence[int | None]]) -> Any:
     """Return a traced function for arguments of known sizes, with the same operations and names.
 
-    Args:
-        concrete_fn: A traced function, possibly for arguments of unknown size.
-        shapes: Shapes by the position of an argument; other arguments keep theirs.
+    `shapes` are by the position of an argument; other arguments keep theirs.
     """
     importer = StepImporter(from_concrete_function(concrete_fn), concrete_fn)
     specs = [tf.TensorSpec(t.shape, t.dtype) for t in concrete_fn.inputs[: importer.num_arguments]]

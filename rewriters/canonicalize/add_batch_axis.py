@@ -10,7 +10,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from rewriters.ir.graph import Graph, Node, Tensor
-from rewriters.ir.static_values import StaticEvaluator, int_constant, type_attr
+from rewriters.ir.static_values import StaticEvaluator, add_constant, op_attrs
 from rewriters.rules.elementwise import ELEMENTWISE
 from rewriters.rules.reduction import REDUCTIONS
 
@@ -21,11 +21,7 @@ IMAGE_RANKS = (3, 4, 5)
 
 
 def add_batch_axis(graph: Graph, evaluate: StaticEvaluator) -> bool:
-    """Add a batch axis of size 1 to operands of elementwise ops, and to results of reductions over the batch, in place.
-
-    Returns:
-        Whether there were any.
-    """
+    """Add a batch axis of size 1 to operands of elementwise ops, and to results of reductions over the batch."""
     images: dict[tuple[Tensor, str], Tensor] = {}
     mapping: dict[Tensor, Tensor] = {}
     for node in graph.execution_order():
@@ -62,8 +58,8 @@ def _is_image(tensor: Tensor) -> bool:
 
 
 def _expand(graph: Graph, node: Node, tensor: Tensor) -> Tensor:
-    first = int_constant(graph, f"{tensor.node.name}/batch", 0, tf.int32).out()
-    attrs = {"T": type_attr(tensor.dtype), "Tdim": type_attr(tf.int32)}
+    first = add_constant(graph, f"{tensor.node.name}/batch", 0, tf.int32)
+    attrs = op_attrs(T=tensor.dtype, Tdim=tf.int32)
     outputs = [(tensor.dtype, (1, *(tensor.shape or ())))]
     return graph.add_beside(node, "ExpandDims", [tensor, first], attrs, outputs).out()
 
@@ -72,9 +68,10 @@ def _reduce_to_image(graph: Graph, node: Node, axes: set[int]) -> Tensor:
     """Add a copy of a reduction that keeps its dimensions, and a reshape to the original result."""
     dtype, source = node.outputs[0][0], node.inputs[0].shape or ()
     image_shape = tuple(1 if dim in axes else size for dim, size in enumerate(source))
-    attrs = dict(node.attrs) | {"keep_dims": tf.compat.v1.AttrValue(b=True)}
+    attrs = {**node.attrs, **op_attrs(keep_dims=True)}
     image = graph.add_beside(node, node.op, list(node.inputs), attrs, [(dtype, image_shape)])
     shape = tuple(int(size or 0) for size in node.out().shape or ())
-    sizes = int_constant(graph, f"{node.name}/pixels", shape, tf.int32).out()
-    attrs = {"T": type_attr(dtype), "Tshape": type_attr(tf.int32)}
-    return graph.add_beside(node, "Reshape", [image.out(), sizes], attrs, [(dtype, shape)]).out()
+    sizes = add_constant(graph, f"{node.name}/pixels", shape, tf.int32)
+    return graph.add_beside(
+        node, "Reshape", [image.out(), sizes], op_attrs(T=dtype, Tshape=tf.int32), [(dtype, shape)]
+    ).out()

@@ -24,6 +24,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
 import operator
@@ -50,7 +51,7 @@ from rewriters.ir import tf_internals
 from rewriters.ir.graph import Graph, Metadata, Node, Tensor, predecessors
 from rewriters.ir.graph_pass import GraphPass, PassResult, record_state, run_pass
 from rewriters.ir.graph_reader import from_concrete_function, inline_calls, is_call, is_xla_call
-from rewriters.ir.static_values import StaticEvaluator, constant, int_constant, type_attr
+from rewriters.ir.static_values import StaticEvaluator, add_constant, constant, op_attrs
 from rewriters.rules.reduction import REDUCTIONS
 
 __all__: list[str] = []
@@ -130,15 +131,18 @@ def canonicalize_graph(graph: Graph, mode: CanonicalMode = CanonicalMode.TILING)
     return run_pass(Canonicalization(mode), graph).graph
 
 
+@dataclasses.dataclass(frozen=True)
 class Canonicalization(GraphPass[PassResult]):
     """Runs steps 2 to 9 on a copy of a graph until none of them changes it.
 
-    The steps edit the copy in place: each of them runs several times, and a copy for each takes longer than the step.
+    Each step edits the copy in place and returns whether it changed it: the steps run several times, and a copy for
+    each takes longer than the step.
+
+    Attributes:
+        mode: Selects the steps.
     """
 
-    def __init__(self, mode: CanonicalMode) -> None:
-        """Prepare the pass; `mode` selects the steps."""
-        self.mode = mode
+    mode: CanonicalMode
 
     def call(self, graph: Graph) -> PassResult:
         """Run the steps until the graph is stable.
@@ -190,9 +194,6 @@ def _bypass(graph: Graph, mapping: dict[Tensor, Tensor]) -> bool:
 
     Callers bypass no node that waits for an effect which its source does not wait for: its consumers may rely on an
     assertion through it.
-
-    Returns:
-        Whether any tensor was bypassed.
     """
     graph.replace_tensors(mapping, waits=True)
     return bool(mapping)
@@ -271,9 +272,6 @@ def _release_constants(graph: Graph) -> bool:
 
     An edge stays if a consumer of the constant would no longer wait for an effect, such as an assertion. Other waiting
     constants do not count for a consumer, because their edges may be dropped too.
-
-    Returns:
-        Whether any edge was dropped.
     """
     waiting = [node for node in graph.nodes.values() if node.op == "Const" and node.control_inputs]
     if not waiting:
@@ -295,11 +293,7 @@ def _release_constants(graph: Graph) -> bool:
 
 
 def _gather_from_values(graph: Graph, evaluate: StaticEvaluator) -> bool:
-    """Read a variable before rows of it are gathered, which copies nothing.
-
-    Returns:
-        Whether any op changed.
-    """
+    """Read a variable before rows of it are gathered, which copies nothing."""
     del evaluate
     gathers = [node for node in graph.nodes.values() if node.op == "ResourceGather"]
     consumers, replaced = graph.consumers() if gathers else {}, dict[Tensor, Tensor]()
@@ -309,11 +303,10 @@ def _gather_from_values(graph: Graph, evaluate: StaticEvaluator) -> bool:
         if shape is None or ("batch_dims" in node.attrs and node.attrs["batch_dims"].i):
             continue
         dtype, _ = node.outputs[0]
-        value = graph.add_beside(node, "ReadVariableOp", [handle], {"dtype": type_attr(dtype)}, [(dtype, shape)])
+        value = graph.add_beside(node, "ReadVariableOp", [handle], op_attrs(dtype=dtype), [(dtype, shape)])
         value.control_inputs = list(node.control_inputs)
-        axis = int_constant(graph, f"{node.name}/axis", 0, tf.int32).out()
-        attrs = {"Tparams": type_attr(dtype), "Tindices": type_attr(indices.dtype), "Taxis": type_attr(tf.int32)}
-        attrs["batch_dims"] = tf.compat.v1.AttrValue(i=0)
+        axis = add_constant(graph, f"{node.name}/axis", 0, tf.int32)
+        attrs = op_attrs(Tparams=dtype, Tindices=indices.dtype, Taxis=tf.int32, batch_dims=0)
         rows = graph.add_beside(node, "GatherV2", [value.out(), indices, axis], attrs, node.outputs)
         replaced[node.out()] = rows.out()
     _bypass(graph, replaced)
@@ -339,11 +332,7 @@ def _variable_shape(users: Iterable[Node]) -> Any:
 
 
 def _find_shapes_of_sums(graph: Graph, evaluate: StaticEvaluator) -> bool:
-    """Set the shapes of sums whose axes TensorFlow does not know before the step runs.
-
-    Returns:
-        Whether any shape changed.
-    """
+    """Set the shapes of sums whose axes TensorFlow does not know before the step runs."""
     changed = False
     for node in graph.nodes.values():
         if node.op not in REDUCTIONS:
@@ -360,11 +349,7 @@ def _find_shapes_of_sums(graph: Graph, evaluate: StaticEvaluator) -> bool:
 
 
 def _find_shapes_by_operands(graph: Graph, evaluate: StaticEvaluator) -> bool:
-    """Set the shapes of reshapes and paddings by their second operand, if at most one size is unknown.
-
-    Returns:
-        Whether any shape changed.
-    """
+    """Set the shapes of reshapes and paddings by their second operand, if at most one size is unknown."""
     changed = False
     for node in graph.nodes.values():
         if node.op not in ("Reshape", "Pad", "PadV2"):
@@ -393,11 +378,7 @@ def _padded_size(size: int | None, rows: list[Any]) -> int | None:
 
 
 def _infer_shapes(graph: Graph, evaluate: StaticEvaluator) -> bool:
-    """Let TensorFlow infer again the shapes of ops whose operands have got a known shape.
-
-    Returns:
-        Whether any shape changed.
-    """
+    """Let TensorFlow infer again the shapes of ops whose operands have got a known shape."""
     del evaluate
     changed = False
     with tf.Graph().as_default():
@@ -449,11 +430,7 @@ def _stand_in(tensor: Tensor) -> Any:
 
 
 def _sum_repetitions(graph: Graph, evaluate: StaticEvaluator) -> bool:
-    """Replace gradients of `Tile`, a sum over a reshape that splits every axis, by a sum over the tiled axes.
-
-    Returns:
-        Whether there were any.
-    """
+    """Replace gradients of `Tile`, a sum over a reshape that splits every axis, by a sum over the tiled axes."""
     mapping: dict[Tensor, Tensor] = {}
     for node in list(graph.nodes.values()):
         if node.op != "Sum" or node.attrs["keep_dims"].b:
@@ -481,16 +458,13 @@ def _sum_repetitions(graph: Graph, evaluate: StaticEvaluator) -> bool:
 def _sum_over(graph: Graph, node: Node, source: Tensor, axes: tuple[int, ...]) -> Tensor:
     """Add a sum of `source` over axes that stay with size 1, to replace another sum."""
     assert source.shape is not None
-    operand = int_constant(graph, f"{node.name}/axes", axes, tf.int32)
-    attrs = {
-        "T": type_attr(source.dtype),
-        "Tidx": type_attr(tf.int32),
-        "keep_dims": tf.compat.v1.AttrValue(b=True),
-    }
+    operands = [source, add_constant(graph, f"{node.name}/axes", axes, tf.int32)]
+    attrs = op_attrs(T=source.dtype, Tidx=tf.int32, keep_dims=True)
     shape = tuple(1 if dim in axes else size for dim, size in enumerate(source.shape))
-    name = graph.unique_name(f"{node.name}/repeated")
-    new = Node(name, "Sum", [source, operand.out()], attrs=attrs, device=node.device, outputs=[(source.dtype, shape)])
-    return graph.add(new).out()
+    outputs = [(source.dtype, shape)]
+    return graph.new_node(
+        f"{node.name}/repeated", "Sum", operands, attrs=attrs, device=node.device, outputs=outputs
+    ).out()
 
 
 def _split_shapes(graph: Graph) -> bool:
@@ -498,64 +472,49 @@ def _split_shapes(graph: Graph) -> bool:
 
     `ShapeN` would keep all of its operands alive for the sake of one. `Rank` becomes a constant; ops that wait for an
     assertion through it wait through the constant.
-
-    Returns:
-        Whether there were any.
     """
     mapping: dict[Tensor, Tensor] = {}
     for node in list(graph.nodes.values()):
         if node.op == "ShapeN":
             for index in range(len(node.inputs)):
-                mapping[node.out(index)] = _shape_of(graph, node, index).out()
+                mapping[node.out(index)] = _shape_of(graph, node, index)
         elif node.op == "Size" and node.inputs[0].shape is not None:
-            mapping[node.out()] = _number_of_elements(graph, node).out()
+            mapping[node.out()] = _number_of_elements(graph, node)
         elif node.op == "Rank" and node.inputs[0].shape is not None:
-            rank = int_constant(graph, f"{node.name}/static", len(node.inputs[0].shape), tf.int32)
-            rank.control_inputs = list(node.control_inputs)
-            mapping[node.out()] = rank.out()
+            rank = add_constant(graph, f"{node.name}/static", len(node.inputs[0].shape), tf.int32)
+            rank.node.control_inputs = list(node.control_inputs)
+            mapping[node.out()] = rank
     return _bypass(graph, mapping)
 
 
-def _shape_of(graph: Graph, node: Node, index: int = 0) -> Node:
+def _shape_of(graph: Graph, node: Node, index: int = 0) -> Tensor:
     """Add a `Shape` of an operand of a node that reads sizes."""
-    source = node.inputs[index]
-    attrs = {key: node.attrs[key] for key in ("T", "out_type")}
+    source, (dtype, _) = node.inputs[index], node.outputs[index]
     rank = None if source.shape is None else (len(source.shape),)
-    name = graph.unique_name(f"{node.name}/shape_{index}")
-    dtype = node.outputs[index][0]
-    return graph.add(
-        Node(
-            name,
-            "Shape",
-            [source],
-            control_inputs=node.control_inputs,
-            attrs=attrs,
-            device=node.device,
-            outputs=[(dtype, rank)],
-        )
+    shape = graph.new_node(
+        f"{node.name}/shape_{index}",
+        "Shape",
+        [source],
+        control_inputs=node.control_inputs,
+        attrs={key: node.attrs[key] for key in ("T", "out_type")},
+        device=node.device,
+        outputs=[(dtype, rank)],
     )
+    return shape.out()
 
 
-def _number_of_elements(graph: Graph, node: Node) -> Node:
+def _number_of_elements(graph: Graph, node: Node) -> Tensor:
     """Add a product over the shape, to replace `Size`."""
-    dtype, shape = node.outputs[0]
-    axes = int_constant(graph, f"{node.name}/axes", (0,), tf.int32)
-    attrs = {
-        "T": type_attr(dtype),
-        "Tidx": type_attr(tf.int32),
-        "keep_dims": tf.compat.v1.AttrValue(b=False),
-    }
-    operands = [_shape_of(graph, node).out(), axes.out()]
-    name = graph.unique_name(f"{node.name}/product")
-    return graph.add(Node(name, "Prod", operands, attrs=attrs, device=node.device, outputs=[(dtype, shape)]))
+    axes = add_constant(graph, f"{node.name}/axes", (0,), tf.int32)
+    attrs = op_attrs(T=node.outputs[0][0], Tidx=tf.int32, keep_dims=False)
+    operands = [_shape_of(graph, node), axes]
+    return graph.new_node(
+        f"{node.name}/product", "Prod", operands, attrs=attrs, device=node.device, outputs=node.outputs
+    ).out()
 
 
 def _freeze_shapes(graph: Graph, evaluate: StaticEvaluator) -> bool:
-    """Replace known integer vectors by constants; ops that wait for an effect through them wait through the constants.
-
-    Returns:
-        Whether there were any.
-    """
+    """Replace known integer vectors by constants; ops that wait for an effect through them still wait for it."""
     readers = graph.consumers()
     mapping: dict[Tensor, Tensor] = {}
     for node in list(graph.nodes.values()):
@@ -565,9 +524,8 @@ def _freeze_shapes(graph: Graph, evaluate: StaticEvaluator) -> bool:
             tensor = node.out(index)
             value = evaluate.ints(tensor) if readers.get(tensor) else None
             if value is not None:
-                known = int_constant(graph, f"{node.name}/static_{index}", value, tensor.dtype)
-                known.control_inputs = list(node.control_inputs)
-                mapping[tensor] = known.out()
+                mapping[tensor] = add_constant(graph, f"{node.name}/static_{index}", value, tensor.dtype)
+                mapping[tensor].node.control_inputs = list(node.control_inputs)
     graph.replace_tensors(mapping)
     return bool(mapping)
 

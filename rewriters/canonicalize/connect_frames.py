@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from rewriters.errors import NotTileableError
 from rewriters.ir.graph import Graph, Node, Shape, Tensor
-from rewriters.ir.static_values import StaticEvaluator, int_constant, type_attr
+from rewriters.ir.static_values import StaticEvaluator, add_constant, op_attrs
 from rewriters.rules.slicing import cuts
 
 __all__: list[str] = []
@@ -27,13 +27,9 @@ def connect_frames(graph: Graph, evaluate: StaticEvaluator) -> dict[Tensor, Tens
 
 
 def wait_for_single_frames(graph: Graph, mapping: Mapping[Tensor, Tensor]) -> None:
-    """Let ops that wait for all frames of an `Unpack` wait for the frame that is read behind them, in place.
+    """Let ops that wait for all frames of an `Unpack` wait for the frame that `mapping` replaces behind them, in place.
 
     Functions with a gradient of their own, such as `tf.nn.silu`, let their ops wait for the gradient of their result.
-
-    Args:
-        graph: The graph.
-        mapping: New tensors for the frames that are to be replaced.
     """
     consumers = graph.consumers()
     unpacks = {tensor.node for tensor in mapping if tensor.node.op == "Unpack"}
@@ -130,9 +126,9 @@ class _FrameConnector:
 
     def _transposed(self, node: Node, tensor: Tensor, order: tuple[int, ...]) -> Tensor:
         """Add a transposition."""
-        attrs = {"T": type_attr(tensor.dtype), "Tperm": type_attr(tf.int32)}
+        attrs = op_attrs(T=tensor.dtype, Tperm=tf.int32)
         shape = tuple((tensor.shape or ())[dim] for dim in order)
-        operands = [tensor, int_constant(self.graph, f"{node.name}/order", order, tf.int32).out()]
+        operands = [tensor, add_constant(self.graph, f"{node.name}/order", order, tf.int32)]
         return self.graph.add_beside(node, "Transpose", operands, attrs, [(tensor.dtype, shape)]).out()
 
     def _unpack(self, node: Node) -> Sequence[Tensor]:
@@ -146,7 +142,7 @@ class _FrameConnector:
         source = self._before_transposition(sequence, dim)
         if source is None:
             return ()
-        attrs = dict(node.attrs) | {"axis": tf.compat.v1.AttrValue(i=source[1])}
+        attrs = {**node.attrs, **op_attrs(axis=source[1])}
         frames = self.graph.add_beside(node, "Unpack", [source[0]], attrs, node.outputs)
         return [frames.out(index) for index in range(len(node.outputs))]
 
@@ -161,7 +157,7 @@ class _FrameConnector:
             if order[0] == 0:
                 return ()
             frames = [self._transposed(node, frame, _order_without(order, stacked)) for frame in frames]
-        attrs = dict(stack.attrs) | {"axis": tf.compat.v1.AttrValue(i=dim)}
+        attrs = {**stack.attrs, **op_attrs(axis=dim)}
         return [self.graph.add_beside(node, "Pack", frames, attrs, node.outputs).out()]
 
     def _sum_of_frames(self, node: Node) -> Sequence[Tensor]:
@@ -180,12 +176,12 @@ class _FrameConnector:
         (dim,) = dims
         if {index for _, index in frames} != set(range(len(frames))) or len(frames) != shape[dim]:
             return ()
-        attrs = {"axis": tf.compat.v1.AttrValue(i=dim), "N": tf.compat.v1.AttrValue(i=len(frames))}
+        attrs = {"T": node.attrs["T"], **op_attrs(axis=dim, N=len(frames))}
         operands = [frames[dim, index] for index in range(len(frames))]
-        stack = self.graph.add_beside(node, "Pack", operands, {"T": node.attrs["T"]} | attrs, node.outputs).out()
+        stack = self.graph.add_beside(node, "Pack", operands, attrs, node.outputs).out()
         if not others:
             return [stack]
-        attrs = dict(node.attrs) | {"N": tf.compat.v1.AttrValue(i=2)}
+        attrs = {**node.attrs, **op_attrs(N=2)}
         return [self.graph.add_beside(node, "AddN", [stack, *others], attrs, node.outputs).out()]
 
     def _terms(self, node: Node) -> list[Tensor]:
@@ -233,12 +229,13 @@ class _FrameConnector:
         """Add a slice of one entry of a dimension; without a shape its result has that of the result of `node`."""
         bounds = [[0] * dim + [index], [0] * dim + [index + 1], [1] * (dim + 1)]
         dtype = node.inputs[1].dtype
-        operands = [int_constant(self.graph, f"{node.name}/bound", tuple(bound), dtype).out() for bound in bounds]
+        operands = [add_constant(self.graph, f"{node.name}/bound", bound, dtype) for bound in bounds]
         before = (1 << dim) - 1
         masks = {"begin_mask": before, "end_mask": before, "shrink_axis_mask": 1 << dim}
-        attrs = {key: tf.compat.v1.AttrValue(i=masks.get(key, 0)) for key in node.attrs if key.endswith("_mask")}
+        masks = {key: masks.get(key, 0) for key in node.attrs if key.endswith("_mask")}
         outputs = node.outputs if shape is None else [(source.dtype, shape)]
-        return self.graph.add_beside(node, "StridedSlice", [source, *operands], dict(node.attrs) | attrs, outputs).out()
+        attrs = {**node.attrs, **op_attrs(**masks)}
+        return self.graph.add_beside(node, "StridedSlice", [source, *operands], attrs, outputs).out()
 
 
 def _stacks_along(node: Node, dim: int) -> bool:

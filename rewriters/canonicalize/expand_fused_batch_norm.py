@@ -28,13 +28,10 @@ def is_fused(node: Any) -> bool:
 
 
 def outline_fused_batch_norm(graph_def: Any) -> bool:
-    """Turn fused normalisations into calls, in place.
+    """Turn fused normalisations into calls, in place; return whether there were any.
 
     Does nothing if a gradient in training mode reads reserved outputs (mean and variance of the batch) of another op,
     or if another op reads them: kernels store other values there.
-
-    Returns:
-        Whether there were any.
     """
     nodes = {node.name: node for node in graph_def.node}
     gradients = [node for node in graph_def.node if node.op == _BACKWARD and node.attr["is_training"].b]

@@ -18,7 +18,7 @@ import tensorflow as tf
 from rewriters.ir.graph import Graph, Node, Tensor
 from rewriters.ir.graph_reader import inline_calls
 from rewriters.ir.op_traits import Trait, ops_with
-from rewriters.ir.static_values import int_constant, type_attr
+from rewriters.ir.static_values import add_constant, op_attrs
 
 __all__: list[str] = []
 
@@ -32,9 +32,7 @@ _WRAPPERS = ops_with(Trait.CONV_WRAPPER)
 def expand_grouped_convolutions(concrete_fn: Any, as_calls: Callable[[Any], bool] | None) -> Graph:
     """Return the graph of a function without calls, except calls of convolutions for which the device has no kernels.
 
-    Args:
-        concrete_fn: A traced function.
-        as_calls: As for `inline_calls`.
+    `as_calls` as for `inline_calls`.
     """
     skipped: set[str] = set()
     inlined: set[str] = set()
@@ -146,24 +144,24 @@ class _NodeBuilder:
 
     def ints(self, value: int | tuple[int, ...]) -> Tensor:
         """Add a constant of integers."""
-        return int_constant(self.graph, f"{self.node.name}/sizes", value, tf.int32).out()
+        return add_constant(self.graph, f"{self.node.name}/sizes", value, tf.int32)
 
     def reshape(self, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Add a reshape."""
-        attrs = {"T": type_attr(self.dtype), "Tshape": type_attr(tf.int32)}
+        attrs = op_attrs(T=self.dtype, Tshape=tf.int32)
         return self._add("Reshape", [tensor, self.ints(shape)], attrs, [(self.dtype, shape)]).out()
 
     def split(self, tensor: Tensor, number: int) -> list[Tensor]:
         """Add a split of the last dimension."""
         assert tensor.shape is not None and tensor.shape[-1] is not None
         shape = (*tensor.shape[:-1], tensor.shape[-1] // number)
-        attrs = {"T": type_attr(self.dtype), "num_split": tf.compat.v1.AttrValue(i=number)}
+        attrs = op_attrs(T=self.dtype, num_split=number)
         node = self._add("Split", [self.ints(len(shape) - 1), tensor], attrs, [(self.dtype, shape)] * number)
         return [node.out(index) for index in range(number)]
 
     def concat(self, tensors: Sequence[Tensor], shape: Any) -> Tensor:
         """Add a concatenation over the last dimension."""
-        attrs = {"T": type_attr(self.dtype), "Tidx": type_attr(tf.int32), "N": tf.compat.v1.AttrValue(i=len(tensors))}
+        attrs = op_attrs(T=self.dtype, Tidx=tf.int32, N=len(tensors))
         return self._add("ConcatV2", [*tensors, self.ints(len(shape) - 1)], attrs, [(self.dtype, shape)]).out()
 
     def convolution(self, op: str, inputs: Sequence[Tensor], shape: Any) -> Tensor:
@@ -176,11 +174,11 @@ class _NodeBuilder:
     def sizes_of_group(self, sizes: Tensor, channels: int) -> Tensor:
         """Add the sizes of the image of one group; an unknown batch size is read from `sizes`."""
         rank = len(self.node.out().shape or ())
-        attrs = {"T": type_attr(sizes.dtype), "Index": type_attr(tf.int32)}
+        attrs = op_attrs(T=sizes.dtype, Index=tf.int32)
         begin, number = self.ints((0,)), self.ints((rank - 1,))
         others = self._add("Slice", [sizes, begin, number], attrs, [(sizes.dtype, (rank - 1,))])
-        attrs = {"T": type_attr(sizes.dtype), "Tidx": type_attr(tf.int32), "N": tf.compat.v1.AttrValue(i=2)}
-        last = int_constant(self.graph, f"{self.node.name}/channels", (channels,), sizes.dtype).out()
+        attrs = op_attrs(T=sizes.dtype, Tidx=tf.int32, N=2)
+        last = add_constant(self.graph, f"{self.node.name}/channels", (channels,), sizes.dtype)
         return self._add("ConcatV2", [others.out(), last, self.ints(0)], attrs, [(sizes.dtype, (rank,))]).out()
 
 

@@ -15,20 +15,14 @@ from __future__ import annotations
 import string
 from collections.abc import Sequence
 
-import tensorflow as tf
-
 from rewriters.ir.graph import Graph, Node, Shape, Tensor
-from rewriters.ir.static_values import StaticEvaluator, type_attr
+from rewriters.ir.static_values import StaticEvaluator, op_attrs
 
 __all__: list[str] = []
 
 
 def rewrite_image_products(graph: Graph, evaluate: StaticEvaluator) -> bool:
-    """Replace matrix products of images that were reshaped to matrices by products of the images, in place.
-
-    Returns:
-        Whether there were any.
-    """
+    """Replace matrix products of images that were reshaped to matrices by products of the images."""
     replaced: dict[Tensor, Tensor] = {}
     summed = {node.inputs[0] for node in graph.nodes.values() if node.op == "Sum"}
     for node in list(graph.nodes.values()):
@@ -49,11 +43,7 @@ def rewrite_image_products(graph: Graph, evaluate: StaticEvaluator) -> bool:
 
 
 def _absorb_transposes(graph: Graph, evaluate: StaticEvaluator) -> bool:
-    """Let `Einsum` ops read matrices that are not transposed, and return transposed matrices, in place.
-
-    Returns:
-        Whether any op changed.
-    """
+    """Let `Einsum` ops read matrices that are not transposed, and return transposed matrices."""
     sources = {n.out(): n.inputs[0] for n in graph.nodes.values() if _transposes_matrix(n, evaluate)}
     if not sources:
         return False
@@ -73,7 +63,7 @@ def _absorb_transposes(graph: Graph, evaluate: StaticEvaluator) -> bool:
             operands.sort(key=lambda operand: result[0] not in operand[0])
         if tensor != node.out() or any(t in sources for t in node.inputs):
             equation = f"{','.join(labels for labels, _ in operands)}->{result}"
-            replaced[tensor] = _einsum(graph, node, equation, [t for _, t in operands], tensor.shape)
+            replaced[tensor] = add_einsum(graph, node, equation, [t for _, t in operands], tensor.shape)
     graph.replace_tensors(replaced, waits=True)
     return bool(replaced)
 
@@ -99,7 +89,7 @@ def _product_with_matrix(graph: Graph, node: Node) -> Tensor | None:
         return None
     pixels = string.ascii_lowercase[: len(image.shape) - 1]
     equation = f"{pixels}y,{'zy' if is_transposed else 'yz'}->{pixels}z"
-    return _einsum(graph, node, equation, [image, matrix], (*image.shape[:-1], columns))
+    return add_einsum(graph, node, equation, [image, matrix], (*image.shape[:-1], columns))
 
 
 def _product_of_images(graph: Graph, node: Node, evaluate: StaticEvaluator) -> Tensor | None:
@@ -116,7 +106,7 @@ def _product_of_images(graph: Graph, node: Node, evaluate: StaticEvaluator) -> T
         return None
     others = string.ascii_lowercase[: len(first.shape) - 2]
     rows, columns = ("yx" if _is_adjoint(node, 0) else "xy"), ("zy" if _is_adjoint(node, 1) else "yz")
-    return _einsum(graph, node, f"{others}{rows},{others}{columns}->{others}xz", [first, second], shape)
+    return add_einsum(graph, node, f"{others}{rows},{others}{columns}->{others}xz", [first, second], shape)
 
 
 def _gradient_of_matrix(graph: Graph, node: Node, evaluate: StaticEvaluator) -> Tensor | None:
@@ -136,27 +126,15 @@ def _gradient_of_matrix(graph: Graph, node: Node, evaluate: StaticEvaluator) -> 
     if not evaluate.sizes.assume_equal(evaluate.sizes.of(first), evaluate.sizes.of(second)):
         return None
     pixels = string.ascii_lowercase[: len(first.shape) - 1]
-    return _einsum(graph, node, f"{pixels}y,{pixels}z->yz", [first, second], (first.shape[-1], second.shape[-1]))
+    return add_einsum(graph, node, f"{pixels}y,{pixels}z->yz", [first, second], (first.shape[-1], second.shape[-1]))
 
 
 def _is_adjoint(product: Node, position: int) -> bool:
     return bool(product.attrs["adj_y" if position else "adj_x"].b)
 
 
-def _einsum(graph: Graph, near: Node, equation: str, operands: Sequence[Tensor], shape: Shape) -> Tensor:
-    """Add an `Einsum` op, with the device and the dtype of a replaced op, and return its result.
-
-    Args:
-        graph: The graph.
-        near: The replaced op.
-        equation: Axes of the operands and of the result, such as `"aby,yz->abz"`.
-        operands: The operands.
-        shape: Shape of the result.
-    """
+def add_einsum(graph: Graph, near: Node, equation: str, operands: Sequence[Tensor], shape: Shape) -> Tensor:
+    """Add an `Einsum` op, such as `"aby,yz->abz"`, with the device and dtype of a replaced op; return its result."""
     dtype = near.outputs[0][0]
-    attrs = {
-        "equation": tf.compat.v1.AttrValue(s=equation.encode()),
-        "N": tf.compat.v1.AttrValue(i=len(operands)),
-        "T": type_attr(dtype),
-    }
+    attrs = op_attrs(equation=equation, N=len(operands), T=dtype)
     return graph.add_beside(near, "Einsum", operands, attrs, [(dtype, shape)]).out()

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from rewriters.ir.graph import Graph, Node, Tensor
 from rewriters.ir.op_traits import Trait, ops_with
-from rewriters.ir.static_values import StaticEvaluator, constant, type_attr
+from rewriters.ir.static_values import StaticEvaluator, constant, op_attrs
 
 __all__: list[str] = []
 
@@ -30,11 +30,7 @@ _MAX_POSITIONS = 2**24
 
 
 def rewrite_masks(graph: Graph, evaluate: StaticEvaluator) -> bool:
-    """Replace causal masks by comparisons of positions, and masks repeated for images by single ones, in place.
-
-    Returns:
-        Whether there were any.
-    """
+    """Replace causal masks by comparisons of positions, and masks repeated for images by single ones."""
     replaced: dict[Tensor, Tensor] = {}
     consumers = graph.consumers()
     for node in list(graph.nodes.values()):
@@ -76,7 +72,7 @@ def _comparison(graph: Graph, node: Node, evaluate: StaticEvaluator) -> Tensor |
     if dims[0] == dims[1] or not is_matrix or not _are_positions(shape):
         return None
     positions = [_positions(graph, node, dim, shape) for dim in dims]
-    return graph.add_beside(node, node.op, positions, {**node.attrs, "T": type_attr(_POSITIONS)}, node.outputs).out()
+    return graph.add_beside(node, node.op, positions, {**node.attrs, **op_attrs(T=_POSITIONS)}, node.outputs).out()
 
 
 def _are_positions(sizes: Sequence[int | None]) -> bool:
@@ -115,7 +111,7 @@ def _band(graph: Graph, reshape: Node, evaluate: StaticEvaluator) -> Tensor | No
         if limit >= 0:
             sign = 1 if op == "LessEqual" else -1
             columns = _positions(graph, reshape, len(shape) - 1, shape, -sign * limit)
-            attrs = {"T": type_attr(_POSITIONS)}
+            attrs = op_attrs(T=_POSITIONS)
             sides.append(graph.add_beside(reshape, op, [columns, rows], attrs, [(tf.bool, shape)]).out())
     if len(sides) == 2:
         return graph.add_beside(reshape, "LogicalAnd", sides, {}, [(tf.bool, shape)]).out()
@@ -128,7 +124,7 @@ def _positions(graph: Graph, near: Node, dim: int, shape: Sequence[int | None], 
     assert size is not None
     sizes = tuple(size if other == dim else 1 for other in range(len(shape)))
     values = (np.arange(size) + offset).astype(_POSITIONS.as_numpy_dtype).reshape(sizes)
-    attrs = {"dtype": type_attr(_POSITIONS), "value": tf.compat.v1.AttrValue(tensor=tf.make_tensor_proto(values))}
+    attrs = op_attrs(dtype=_POSITIONS) | {"value": tf.compat.v1.AttrValue(tensor=tf.make_tensor_proto(values))}
     return graph.add_beside(near, "Const", [], attrs, [(_POSITIONS, sizes)]).out()
 
 

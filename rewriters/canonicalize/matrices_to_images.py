@@ -15,9 +15,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from rewriters.canonicalize.image_products import add_einsum
 from rewriters.canonicalize.per_pixel_calls import add_per_pixel_call
 from rewriters.ir.graph import Graph, Node, Tensor
-from rewriters.ir.static_values import StaticEvaluator, int_constant, type_attr
+from rewriters.ir.static_values import StaticEvaluator, add_constant, op_attrs
 from rewriters.rules.contraction import CLASSIFICATIONS
 from rewriters.rules.elementwise import ELEMENTWISE
 
@@ -25,11 +26,7 @@ __all__: list[str] = []
 
 
 def fold_matrices_into_images(graph: Graph, evaluate: StaticEvaluator) -> bool:
-    """Replace ops on matrices with a row for each pixel by ops on images, which tiles can cut, in place.
-
-    Returns:
-        Whether there were any.
-    """
+    """Replace ops on matrices with a row for each pixel by ops on images, which tiles can cut."""
     return _MatrixFolder(graph, evaluate).run()
 
 
@@ -101,8 +98,8 @@ class _MatrixFolder:
             return new
         assert new.shape is not None and old.shape is not None
         shape = (-1, int(new.shape[-1] or 0)) if len(old.shape) == 2 else (-1,)
-        sizes = int_constant(self.graph, f"{old.node.name}/pixels", shape, tf.int32).out()
-        attrs = {"T": type_attr(old.dtype), "Tshape": type_attr(tf.int32)}
+        sizes = add_constant(self.graph, f"{old.node.name}/pixels", shape, tf.int32)
+        attrs = op_attrs(T=old.dtype, Tshape=tf.int32)
         return self.graph.add_beside(old.node, "Reshape", [new, sizes], attrs, [(old.dtype, old.shape)]).out()
 
     def have_equal_pixels(self, tensors: Sequence[Tensor]) -> bool:
@@ -144,12 +141,7 @@ def _product(folder: _MatrixFolder, node: Node) -> Sequence[Tensor]:
         return ()
     if shape is None or None in shape[1:]:
         return ()
-    attrs = {
-        "equation": tf.compat.v1.AttrValue(s=equation.encode()),
-        "N": tf.compat.v1.AttrValue(i=2),
-        "T": type_attr(node.outputs[0][0]),
-    }
-    product = folder.graph.add_beside(node, "Einsum", operands, attrs, [(node.outputs[0][0], shape)]).out()
+    product = add_einsum(folder.graph, node, equation, operands, shape)
     if b not in folder.images:
         folder.images[node.out()] = product
     return [product]
@@ -195,8 +187,8 @@ def _expand(folder: _MatrixFolder, node: Node) -> Sequence[Tensor]:
     if image is None or len(node.inputs[0].shape or ()) != 1 or folder.evaluate(node.inputs[1]) not in (-1, 1):
         return ()
     assert image.shape is not None
-    last = int_constant(folder.graph, f"{node.name}/channels", -1, tf.int32).out()
-    attrs = dict(node.attrs) | {"Tdim": type_attr(tf.int32)}
+    last = add_constant(folder.graph, f"{node.name}/channels", -1, tf.int32)
+    attrs = {**node.attrs, **op_attrs(Tdim=tf.int32)}
     outputs = [(image.dtype, (*image.shape, 1))]
     expanded = folder.graph.add_beside(node, "ExpandDims", [image, last], attrs, outputs).out()
     folder.images[node.out()] = expanded

@@ -29,12 +29,12 @@ def add_per_pixel_call(graph: Graph, near: Node, operands: Sequence[Tensor], out
     definition = _definition(near.kernel, specs, graph.device)
     if all(known.signature.name != definition.signature.name for known in graph.library.function):
         graph.library.function.append(definition)
-    values = tf.compat.v1.AttrValue.ListValue
+    attr = tf.compat.v1.AttrValue
     attrs = {
-        "Tin": tf.compat.v1.AttrValue(list=values(type=[t.dtype.as_datatype_enum for t in operands])),
-        "Tout": tf.compat.v1.AttrValue(list=values(type=[dtype.as_datatype_enum for dtype, _ in outputs])),
-        "f": tf.compat.v1.AttrValue(func=tf.compat.v1.NameAttrList(name=definition.signature.name)),
-        PER_PIXEL: tf.compat.v1.AttrValue(s=near.kernel.encode()),
+        "Tin": attr(list=attr.ListValue(type=[t.dtype.as_datatype_enum for t in operands])),
+        "Tout": attr(list=attr.ListValue(type=[dtype.as_datatype_enum for dtype, _ in outputs])),
+        "f": attr(func=tf.compat.v1.NameAttrList(name=definition.signature.name)),
+        PER_PIXEL: attr(s=near.kernel.encode()),
     }
     return graph.add_beside(near, "PartitionedCall", operands, attrs, outputs)
 

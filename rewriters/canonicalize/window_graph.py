@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from rewriters.errors import NotTileableError
 from rewriters.ir.graph import Graph, Node, Tensor
-from rewriters.ir.static_values import StaticEvaluator, int_constant, type_attr
+from rewriters.ir.static_values import StaticEvaluator, add_constant, op_attrs
 
 __all__: list[str] = []
 
@@ -134,12 +134,12 @@ class WindowGraph:
 
     def ints(self, near: Node, value: tuple[int, ...] | int, dtype: tf.DType = tf.int32) -> Tensor:
         """Add a constant."""
-        return int_constant(self.graph, f"{near.name}/windows", value, dtype).out()
+        return add_constant(self.graph, f"{near.name}/windows", value, dtype)
 
     def reshaped(self, near: Node, source: Tensor, shape: Sequence[int | None]) -> Tensor:
         """Add a reshape; at most one size may be unknown."""
         sizes = self.ints(near, tuple(-1 if size is None else size for size in shape))
-        attrs = {"T": type_attr(source.dtype), "Tshape": type_attr(tf.int32)}
+        attrs = op_attrs(T=source.dtype, Tshape=tf.int32)
         return self.graph.add_beside(near, "Reshape", [source, sizes], attrs, [(source.dtype, tuple(shape))]).out()
 
     def add_shape(
@@ -152,13 +152,12 @@ class WindowGraph:
         def added(op: str, operands: Sequence[Tensor], attrs: Any, size: int) -> Tensor:
             return self.graph.add_beside(near, op, operands, attrs, [(dtype, (size,))]).out()
 
-        attrs = {"T": type_attr(image.dtype), "out_type": type_attr(dtype)}
-        sizes = added("Shape", [image], attrs, len(image.shape or ()))
-        attrs = {"T": type_attr(dtype), "Index": type_attr(tf.int32)}
+        sizes = added("Shape", [image], op_attrs(T=image.dtype, out_type=dtype), len(image.shape or ()))
+        attrs = op_attrs(T=dtype, Index=tf.int32)
         batch = added("Slice", [sizes, self.ints(near, (0,)), self.ints(near, (1,))], attrs, 1)
-        batch = added("Mul", [batch, self.ints(near, (factor,), dtype)], {"T": type_attr(dtype)}, 1)
+        batch = added("Mul", [batch, self.ints(near, (factor,), dtype)], op_attrs(T=dtype), 1)
         other_sizes = self.ints(near, tuple(size or 0 for size in shape[1:]), dtype)
-        attrs = {"T": type_attr(dtype), "Tidx": type_attr(tf.int32), "N": tf.compat.v1.AttrValue(i=2)}
+        attrs = op_attrs(T=dtype, Tidx=tf.int32, N=2)
         return added("ConcatV2", [batch, other_sizes, self.ints(near, 0)], attrs, len(shape))
 
     def split(self, near: Node, tensor: Tensor, dim: int, windows: Windows) -> Tensor | None:

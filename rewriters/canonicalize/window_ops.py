@@ -12,7 +12,7 @@ import tensorflow as tf
 from rewriters.canonicalize.per_pixel_calls import add_per_pixel_call
 from rewriters.canonicalize.window_graph import WindowGraph, Windows
 from rewriters.ir.graph import Node, Tensor
-from rewriters.ir.static_values import type_attr
+from rewriters.ir.static_values import op_attrs
 from rewriters.rules.contraction import einsum_labels
 from rewriters.rules.elementwise import ELEMENTWISE
 from rewriters.rules.reduction import REDUCTIONS
@@ -134,7 +134,7 @@ def _repeat(folder: WindowGraph, node: Node) -> bool:
     if times is None or times[windows.dim] != 1:
         return False
     multiples = (*times[: windows.dim], *(1,) * windows.joined, *times[windows.dim + 1 :])
-    attrs = {"T": type_attr(windows.image.dtype), "Tmultiples": type_attr(tf.int32)}
+    attrs = op_attrs(T=windows.image.dtype, Tmultiples=tf.int32)
     operands = [windows.image, folder.ints(node, multiples)]
     image = folder.add(node, "Tile", operands, attrs, _sizes_after(windows, node.out(), windows.dim))
     folder.record(node, image, windows.dim, windows)
@@ -168,7 +168,7 @@ def _product(folder: WindowGraph, node: Node) -> bool:
             return False
         operands.append(operand)
     equation = ",".join(text.replace(letter, letters) for text in labels) + "->" + out.replace(letter, letters)
-    attrs = dict(node.attrs) | {"equation": tf.compat.v1.AttrValue(s=equation.encode())}
+    attrs = {**node.attrs, **op_attrs(equation=equation)}
     if letter in out:
         dim = out.index(letter)
         image = folder.add(node, "Einsum", operands, attrs, _sizes_after(windows, node.out(), dim))
@@ -209,7 +209,7 @@ def _stack(folder: WindowGraph, node: Node) -> bool:
     new = axis + windows.joined - 1 if axis > dim else axis
     operands, attrs = [other.image for other in stacked], dict(node.attrs)
     if is_stack:
-        attrs["axis"] = tf.compat.v1.AttrValue(i=new)
+        attrs |= op_attrs(axis=new)
     else:
         operands.append(folder.ints(node, new, node.inputs[-1].dtype))
     image = folder.add(node, node.op, operands, attrs, _sizes_after(windows, node.out(), dim))
@@ -229,7 +229,7 @@ def _unstack(folder: WindowGraph, node: Node) -> bool:
     (new,), dim = windows.dims(axis), windows.dim - (node.op == "Unpack" and axis < windows.dim)
     attrs, operands = dict(node.attrs), [windows.image, *node.inputs[1:]]
     if node.op == "Unpack":
-        attrs["axis"] = tf.compat.v1.AttrValue(i=new)
+        attrs |= op_attrs(axis=new)
     elif node.op == "Split":
         operands = [folder.ints(node, new), windows.image]
     else:
@@ -269,7 +269,7 @@ def _slice(folder: WindowGraph, node: Node) -> bool:
             size = 1 if cut.size is None else cut.size
             entries.append((cut.begin, cut.begin + size * cut.stride, cut.stride))
     operands = [folder.ints(node, tuple(entry), node.inputs[1].dtype) for entry in zip(*entries, strict=True)]
-    attrs = dict(node.attrs) | {key: tf.compat.v1.AttrValue(i=value) for key, value in masks.items()}
+    attrs = {**node.attrs, **op_attrs(**masks)}
     if position:
         full = _sizes_after(windows, node.out(), place)
         sizes = folder.add_shape(node, windows.image, full, node.inputs[0].dtype)

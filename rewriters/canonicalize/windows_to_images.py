@@ -26,11 +26,7 @@ __all__: list[str] = []
 
 
 def fold_windows_into_images(graph: Graph, evaluate: StaticEvaluator) -> bool:
-    """Replace ops on windows of images by ops on images of windows, which tiles can cut, in place.
-
-    Returns:
-        Whether there were any.
-    """
+    """Replace ops on windows of images by ops on images of windows, which tiles can cut."""
     return _WindowFolder(graph, evaluate).run()
 
 

@@ -11,7 +11,7 @@ import bisect
 import dataclasses
 from collections.abc import Iterator
 from random import Random
-from typing import Any, Protocol
+from typing import Any
 
 from rewriters.ir.device_model import DeviceModel
 
@@ -23,36 +23,24 @@ POOL_STATES = 6
 """States of a growing pool that are tried; their peaks differ by a third."""
 
 
-class Allocator(Protocol):
-    """Memory of a device."""
-
-    in_use: int
-    """Bytes that the device counts as allocated."""
-
-    def allocate(self, num_bytes: int) -> Any:
-        """Allocate memory and return a handle for `free`."""
-
-    def map(self, num_bytes: int) -> Any:
-        """Count memory that is not the device's, such as pages of a file, and return a handle for `free`."""
-
-    def free(self, handle: Any) -> None:
-        """Free an allocation."""
-
-
 class ExactAllocator:
-    """Allocator without fragmentation, such as `malloc` for large blocks."""
+    """Allocator without fragmentation, such as `malloc` for large blocks.
+
+    Attributes:
+        in_use: Bytes that the device counts as allocated.
+    """
 
     def __init__(self) -> None:
         self.in_use = 0
 
     def allocate(self, num_bytes: int) -> int:
-        """Allocate memory."""
+        """Allocate memory and return a handle for `free`."""
         self.in_use += num_bytes
         return num_bytes
 
     map = allocate
 
-    def free(self, handle: int) -> None:
+    def free(self, handle: Any) -> None:
         """Free an allocation."""
         self.in_use -= handle
 
@@ -209,15 +197,14 @@ class BestFitAllocator:
         del self._free[bisect.bisect_left(self._free, (chunk.size, chunk.address))]
 
 
+Allocator = ExactAllocator | BestFitAllocator
+
+
 def empty_pool(device: DeviceModel, limit: int = BestFitAllocator.UNLIMITED_BYTES) -> Allocator:
-    """Return a model of a device's empty memory.
+    """Return a model of a device's empty memory, in which the best-fit allocator has at most `limit` bytes.
 
     A device with statistics has TensorFlow's best-fit allocator; otherwise memory comes from the C library. A GPU takes
     all of its memory in one region unless memory growth is on.
-
-    Args:
-        device: The device.
-        limit: Bytes of the best-fit allocator.
     """
     if not device.has_allocator_stats or device.maps_pages:
         return ExactAllocator()

@@ -11,63 +11,18 @@ GIB = 2**30
 _PCIE_3, _PCIE_4, _PCIE_5 = 15.75e9, 31.5e9, 63e9
 """Bytes/s of 16 lanes in one direction."""
 
+_ROWS = (
+    ("rtx2080ti", "NVIDIA GeForce RTX 2080 Ti", 7.5, 11, 616e9, _PCIE_3, 13.4e12, 0.42e12, 0.0),
+    ("rtx3090", "NVIDIA GeForce RTX 3090", 8.6, 24, 936e9, _PCIE_4, 35.6e12, 0.556e12, 35.6e12),
+    ("v100-16", "NVIDIA Tesla V100 SXM2 16 GB", 7.0, 16, 900e9, _PCIE_3, 15.7e12, 7.8e12, 0.0),
+    ("a100-40", "NVIDIA A100 SXM4 40 GB", 8.0, 40, 1555e9, _PCIE_4, 19.5e12, 9.7e12, 156e12),
+    ("h200", "NVIDIA H200 SXM 141 GB", 9.0, 140, 4800e9, _PCIE_5, 67e12, 34e12, 494e12),
+)
+"""Fields of each card, in the order of `Card`, with its memory in GiB."""
+
 CARDS = {
-    card.name: card
-    for card in (
-        Card(
-            name="rtx2080ti",
-            title="NVIDIA GeForce RTX 2080 Ti",
-            compute_capability=7.5,
-            memory_bytes=11 * GIB,
-            memory_rate=616e9,
-            host_rate=_PCIE_3,
-            float32=13.4e12,
-            float64=0.42e12,
-        ),
-        Card(
-            name="rtx3090",
-            title="NVIDIA GeForce RTX 3090",
-            compute_capability=8.6,
-            memory_bytes=24 * GIB,
-            memory_rate=936e9,
-            host_rate=_PCIE_4,
-            float32=35.6e12,
-            float64=0.556e12,
-            tf32=35.6e12,
-        ),
-        Card(
-            name="v100-16",
-            title="NVIDIA Tesla V100 SXM2 16 GB",
-            compute_capability=7.0,
-            memory_bytes=16 * GIB,
-            memory_rate=900e9,
-            host_rate=_PCIE_3,
-            float32=15.7e12,
-            float64=7.8e12,
-        ),
-        Card(
-            name="a100-40",
-            title="NVIDIA A100 SXM4 40 GB",
-            compute_capability=8.0,
-            memory_bytes=40 * GIB,
-            memory_rate=1555e9,
-            host_rate=_PCIE_4,
-            float32=19.5e12,
-            float64=9.7e12,
-            tf32=156e12,
-        ),
-        Card(
-            name="h200",
-            title="NVIDIA H200 SXM 141 GB",
-            compute_capability=9.0,
-            memory_bytes=140 * GIB,
-            memory_rate=4800e9,
-            host_rate=_PCIE_5,
-            float32=67e12,
-            float64=34e12,
-            tf32=494e12,
-        ),
-    )
+    name: Card(name, title, capability, memory_gib * GIB, *rates)
+    for name, title, capability, memory_gib, *rates in _ROWS
 }
 """Cards by name."""
 

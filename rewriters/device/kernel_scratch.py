@@ -59,15 +59,14 @@ class KernelShape:
 def scratch_bytes(node: Node, call: KernelShape, device: DeviceModel) -> int:
     """Return the scratch bytes of a convolution, a gradient of one, a pooling gradient or a cross-entropy.
 
+    They are 0 for other ops, and on a GPU for all but convolutions (`op_scratch` adds that of softmax). The gradient of
+    max pooling recomputes the maxima with their positions. A cross-entropy needs an entry per pixel. oneDNN copies a
+    filter, or its gradient, once between the layout of TensorFlow and its own.
+
     Args:
         node: The op.
         call: Sizes that its kernel runs on, in a loop those of a tile.
         device: The device.
-
-    Returns:
-        Bytes; 0 for other ops, and on a GPU for all but convolutions (`op_scratch` adds that of softmax). The gradient
-            of max pooling recomputes the maxima with their positions. A cross-entropy needs an entry per pixel. oneDNN
-            copies a filter, or its gradient, once between the layout of TensorFlow and its own.
     """
     if not node.outputs:
         return 0
@@ -119,14 +118,7 @@ def multiplies_in_single_precision(node: Node, device: DeviceModel) -> bool:
 def product_scratch(node: Node, operand_bytes: Sequence[int], result_bytes: int, device: DeviceModel) -> int:
     """Return the scratch bytes of a matrix product or an `Einsum`; 0 for other ops.
 
-    Args:
-        node: The op.
-        operand_bytes: Bytes of each operand.
-        result_bytes: Bytes of the result.
-        device: The device.
-
-    Returns:
-        Bytes of the copies in float32 of operands and result in half precision, where the kernel computes in it.
+    They are copies in float32 of operands and result in half precision, where the kernel computes in it.
     """
     if not multiplies_in_single_precision(node, device):
         return 0
@@ -218,9 +210,8 @@ def may_be_direct(node: Node, device: DeviceModel) -> bool:
 def row_bytes(node: Node, device: DeviceModel) -> int:
     """Return the bytes of a row of the image and of the output gradient that the kernel of a filter gradient reads.
 
-    Returns:
-        Bytes; 0 for kernels whose time does not depend on them: those of a GPU, those of TensorFlow's own, and oneDNN's
-            for windows of one pixel.
+    They are 0 for kernels whose time does not depend on them: those of a GPU, those of TensorFlow's own, and oneDNN's
+    for windows of one pixel.
     """
     sizes = _filter_sizes(node)
     if node.op not in _FILTER_GRADIENTS or sizes is None or math.prod(sizes[:-2]) == 1:
@@ -302,17 +293,9 @@ def _filter_sizes(node: Node) -> list[int] | None:
 
 
 def unfolded_at_once(op: str, dtype: tf.DType, call: KernelShape, sizes: Sequence[int], device: DeviceModel) -> int:
-    """Return the number of entries that TensorFlow's own kernel unfolds concurrently.
+    """Return the number of entries that TensorFlow's own kernel unfolds concurrently; `sizes` has the taps first.
 
-    Args:
-        op: Op type.
-        dtype: Element type.
-        call: Sizes that the kernel runs on.
-        sizes: Filter shape, taps first.
-        device: The device.
-
-    Returns:
-        Entries; 0 for a forward convolution, and for a 3-D kernel that does not unfold.
+    It is 0 for a forward convolution, and for a 3-D kernel that does not unfold.
     """
     row, channels = math.prod(sizes[:-1]), sizes[-1]
     unit = call.small * (row + channels) + row * channels

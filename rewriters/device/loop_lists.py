@@ -295,13 +295,7 @@ def _loop_facts(graph: Graph, node: Node, evaluate: StaticEvaluator) -> LoopFact
 
 
 def loop_facts(node: Node, body: Graph, lengths: tuple[int | None, ...]) -> LoopFacts:
-    """Return the facts about a loop with a body.
-
-    Args:
-        node: The loop.
-        body: Function of one iteration.
-        lengths: See `LoopFacts`.
-    """
+    """Return the facts about a loop with a body; `lengths` as in `LoopFacts`."""
     return _LoopReader(node, body, lengths).facts()
 
 
@@ -458,12 +452,7 @@ def _constant_bytes(tensor: Tensor) -> bytes | None:
 
 
 def appended_elements(body: Graph, index: int) -> list[Tensor] | None:
-    """Return the tensors that an iteration appends to a list; `None` if other ops change the list.
-
-    Args:
-        body: Function of one iteration.
-        index: Position of the list among the states of the loop.
-    """
+    """Return the tensors that an iteration appends to the list at a position; `None` if other ops change the list."""
     return _appended(body.outputs[index], body.inputs[index])
 
 

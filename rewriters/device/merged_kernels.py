@@ -14,10 +14,9 @@ fusions of convolutions count here all the same, those of matrix products do not
 
 from __future__ import annotations
 
-import graphlib
 from collections.abc import Mapping, Sequence
 
-from rewriters.ir.graph import Graph, Node, Tensor
+from rewriters.ir.graph import Graph, Node, Tensor, cycle_in
 from rewriters.ir.op_traits import Trait, ops_with
 
 __all__: list[str] = []
@@ -80,12 +79,7 @@ def bias_gradients(graph: Graph, consumers: Consumers) -> list[tuple[Node, Node]
 
 
 def merged_ops(graph: Graph, consumers: Consumers) -> dict[Node, Node]:
-    """Return for each op that may be merged the op that absorbs it, which another one may absorb in turn.
-
-    Args:
-        graph: The graph.
-        consumers: (node, operand position) pairs that read each tensor.
-    """
+    """Return for each op that may be merged the op that absorbs it, which another one may absorb in turn."""
     merged = dict(bias_gradients(graph, consumers))
     for node in graph.nodes.values():
         if node.op not in _MERGE_ROOTS:
@@ -118,8 +112,4 @@ def cycle_of_merged(graph: Graph) -> list[str]:
         for before in (*(tensor.node for tensor in node.inputs), *waits_for):
             if kernel(before) is not merged_kernel:
                 waits.setdefault(merged_kernel, set()).add(kernel(before))
-    try:
-        graphlib.TopologicalSorter(waits).prepare()
-    except graphlib.CycleError as error:
-        return [node.name for node in error.args[1][:8]]
-    return []
+    return cycle_in(waits)

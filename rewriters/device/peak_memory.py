@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from rewriters.device.allocator import Allocator, empty_pool, pools
+from rewriters.device.allocator import Allocator, ExactAllocator, empty_pool, pools
 from rewriters.device.kernel_scratch import op_scratch
 from rewriters.device.op_buffers import allocates, forwards_input_buffer, may_run_in_place
 from rewriters.ir.device_model import DeviceModel
-from rewriters.ir.graph import IN_FILES, LOOPS, Graph, Node, Tensor, predecessors
+from rewriters.ir.graph import IN_FILES, LOOPS, Graph, Node, Tensor, ancestors, predecessors
 from rewriters.ir.loop_bodies import folded_tensors, is_folded
 from rewriters.ir.op_traits import Trait, ops_with
 
@@ -257,15 +257,7 @@ def most_alive(
     scratch: Mapping[Node, tuple[int, ...]] | None = None,
 ) -> int:
     """Return the peak bytes of op results, without an allocator's rounding; parameters as for `schedule`."""
-    alive: dict[int, int] = {}
-    most = 0
-    for action, key, num_bytes, *_ in schedule(order, lambda t: t.num_bytes(batch), scratch or {}, keep):
-        if action in _TAKES:
-            alive[key] = num_bytes
-        elif action is Action.FREE:
-            del alive[key]
-        most = max(most, sum(alive.values()) + (num_bytes if action is Action.RUN else 0))
-    return most
+    return peak_bytes_of(schedule(order, lambda t: t.num_bytes(batch), scratch or {}, keep), ExactAllocator())
 
 
 class IterationTrace(NamedTuple):
@@ -588,12 +580,4 @@ def concurrent_scratch(
 def waits(order: Sequence[Node], first: int, second: int) -> bool:
     """Return whether the op at one position of an order waits for the op at an earlier position."""
     between = set(order[first:second])
-    stack, seen = [order[second]], set[Node]()
-    while stack:
-        for before in predecessors(stack.pop()):
-            if before is order[first]:
-                return True
-            if before in between and before not in seen:
-                seen.add(before)
-                stack.append(before)
-    return False
+    return order[first] in ancestors([order[second]], lambda node: between.intersection(predecessors(node)))

@@ -1,14 +1,14 @@
 """Full-size tensors of which loops read and write regions.
 
-A loop accesses full-size tensors through `Buffer` alone. Another place to store them, such as host memory or a file,
-is another implementation of it.
+A loop accesses full-size tensors through `DeviceBuffer` alone. Another place to store them, such as a file, is a
+subclass of it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import tensorflow as tf
 
@@ -22,23 +22,6 @@ NOT_FOLDED = "_tpu_not_folded"
 
 Span = tuple[Any, Any] | None
 """Begin and size along one dimension, integers or scalar tensors; `None` for the full dimension."""
-
-
-class Buffer(Protocol):
-    """A full-size tensor, accessed by regions. Methods that change it return the handle for the next iteration."""
-
-    @property
-    def handle(self) -> Any:
-        """Value of the loop's state variable."""
-
-    def read(self, region: Sequence[Span]) -> Any:
-        """Return the values of a region."""
-
-    def write(self, region: Sequence[Span], value: Any) -> Any:
-        """Replace a region by `value`."""
-
-    def accumulate(self, region: Sequence[Span], value: Any) -> Any:
-        """Add `value` to a region."""
 
 
 def empty_buffer(shape: Any, dtype: tf.DType, zero: bool, device: DeviceModel) -> Any:
@@ -73,7 +56,11 @@ class DeviceBuffer:
     Writes change it in place, so that writing a tile costs as much as the tile and not as the tensor. The tensor must
     have no other consumer that may run after a write, and memory of its own. A state variable has to begin as a result
     of `empty_buffer`, since a write to a constant would show in the next step. The result of another op may be written
-    to if the op never forwards its operand and is not merged with equal ops.
+    to if the op never forwards its operand and is not merged with equal ops. Methods that change the tensor return the
+    handle for the next iteration.
+
+    Attributes:
+        handle: Value of the loop's state variable.
     """
 
     def __init__(self, tensor: Any, device: DeviceModel) -> None:

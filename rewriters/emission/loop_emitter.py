@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,6 @@ from rewriters.device.merged_kernels import may_fuse_with_consumer
 from rewriters.device.op_buffers import forwards_input_buffer
 from rewriters.emission.buffers import DeviceBuffer, Span, corner_and_size, host_scalar, stacked, static_sizes
 from rewriters.emission.file_buffers import FileBuffers, return_pages
-from rewriters.emission.file_reads import read_region
 from rewriters.emission.loop_tensors import (
     BATCH_DIM,
     batch_source,
@@ -29,7 +27,7 @@ from rewriters.emission.loop_tensors import (
 )
 from rewriters.emission.output_selection import outputs_of
 from rewriters.emission.row_carries import CarriedState, finish_gradient_rows, joined, received
-from rewriters.emission.while_loop import emit_while_loop, grouped
+from rewriters.emission.while_loop import emit_while_loop
 from rewriters.errors import RewriteError
 from rewriters.ir import tf_internals
 from rewriters.ir.graph import Node, Tensor
@@ -50,14 +48,7 @@ def is_awaited(analysis: GraphAnalysis, node: Node) -> bool:
 
 
 def trace_loop(analysis: GraphAnalysis, segment: Segment, tile_loop: TileLoop, files: FileBuffers | None = None) -> Any:
-    """Return a function graph that computes `loop_output_tensors` from `loop_input_tensors`.
-
-    Args:
-        analysis: Analysis of the step.
-        segment: Segment of the loop.
-        tile_loop: The planned loop.
-        files: Rule that selects the results in files; `None` to hold all in memory.
-    """
+    """Return a function graph that computes `loop_output_tensors` from `loop_input_tensors`."""
     inputs = loop_input_tensors(tile_loop, segment)
     specs = [tf.TensorSpec(t.shape, t.dtype) for t in inputs]
 
@@ -123,37 +114,31 @@ class LoopEmitter:
         static = value.shape[BATCH_DIM]
         return static if static is not None else tf.shape(value)[BATCH_DIM]
 
-    def has_tile(self, index: Any) -> Any:
-        """Return 1 if there is a tile with an index, otherwise 0."""
-        return tf.cast((index >= 0) & (index < self.num_iterations), tf.int32)
-
     def run(self) -> list[Any]:
         """Emit the loop; return its results in the dtypes of the original tensors."""
         outputs = outputs_of(self.analysis, self.tile_loop)
         states = [output.initial(self) for output in outputs]
-        group_sizes = [len(group) for group in states]
 
-        def iterate(index: Any, values: list[Any]) -> list[Any]:
-            groups = list(zip(outputs, grouped(values, group_sizes), strict=True))
+        def iterate(index: Any, values: list[list[Any]]) -> list[list[Any]]:
+            groups = list(zip(outputs, values, strict=True))
             carried = {output.tensor: group[0] for output, group in groups if isinstance(output, CarriedState)}
             iteration = IterationEmitter(self, index, carried)
             iteration.run()
-            return self._with_pages_returned(
-                [value for output, group in groups for value in output.update(iteration, group)]
-            )
+            return self._with_pages_returned([output.update(iteration, group) for output, group in groups])
 
-        values = emit_while_loop(self.num_iterations, list(itertools.chain(*states)), iterate, self.tile_loop.order)
+        values = emit_while_loop(self.num_iterations, states, iterate, self.tile_loop.order)
         results: dict[Tensor, Any] = {}
-        for output, group in zip(outputs, grouped(values, group_sizes), strict=True):
+        for output, group in zip(outputs, values, strict=True):
             results.update(zip(output.tensors, output.final(group), strict=True))
         return [results[tensor] for tensor in loop_output_tensors(self.tile_loop)]
 
-    def _with_pages_returned(self, values: list[Any]) -> list[Any]:
+    def _with_pages_returned(self, values: list[list[Any]]) -> list[list[Any]]:
         """Return the new values of the state variables; the next iteration waits until pages of files are returned."""
         if self.files is None or not any(map(self.files.holds, {*self.tile_loop.reads, *self.in_files})):
             return values
-        with tf.control_dependencies([return_pages(values)]):
-            return [tf.identity(values[0]), *values[1:]]
+        first, *others = tf.nest.flatten(values)
+        with tf.control_dependencies([return_pages([first, *others])]):
+            return tf.nest.pack_sequence_as(values, [tf.identity(first), *others])
 
 
 class IterationEmitter:
@@ -328,17 +313,23 @@ class IterationEmitter:
         return value if value.dtype == tensor.dtype else tf.bitcast(value, tensor.dtype)
 
     def _read(self, tensor: Tensor) -> Any:
-        """Read the region of an image in a file. The last iteration names an empty region as the next one."""
-        region, step = self.tile_loop.regions[tensor], 1 if self.tile_loop.order is IterationOrder.ASCENDING else -1
-        index, exists = self._index + step, self.loop.has_tile(self._index + step)
+        """Read the region of an image in a file, and name the next region, which is empty after the last iteration."""
+        node, region, batch = tensor.node, self.tile_loop.regions[tensor], self.loop.batch
+        assert tensor.shape is not None
+        index = self._index + (1 if self.tile_loop.order is IterationOrder.ASCENDING else -1)
+        exists = tf.cast((index >= 0) & (index < self.loop.num_iterations), tf.int32)
         following = [
             None if span is None else (span[0], span[1] * exists)
             for span in IterationEmitter(self.loop, index, {}).spans(tensor, region)
         ]
-        batch, images = self.loop.batch, following[BATCH_DIM]
-        following[BATCH_DIM] = (0, batch * exists) if images is None else images
-        keys = self.loop.outer[loop_operand(tensor)]
-        return read_region(tensor, keys, batch, self.spans(tensor, region), following)
+        if following[BATCH_DIM] is None:
+            following[BATCH_DIM] = (0, batch * exists)
+        spans, sizes = self.spans(tensor, region), [batch, *tensor.shape[1:]]
+        corners = [*corner_and_size(spans, sizes), *corner_and_size(following, sizes)]
+        operands = [self.loop.outer[loop_operand(tensor)], *(tf.cast(vector, tf.int64) for vector in corners)]
+        (value,) = tf_internals.create_op(node.op, operands, [tensor.dtype], node.attrs, node.name, "")
+        value.set_shape(static_sizes(spans, tensor.shape))
+        return value
 
     def _filled(self, tensor: Tensor) -> Any:
         """Repeat a number over the region of an image."""

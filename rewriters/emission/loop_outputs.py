@@ -6,6 +6,7 @@ turns their final values into tensors.
 
 from __future__ import annotations
 
+import abc
 import functools
 import math
 import operator
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
-from rewriters.emission.buffers import Buffer, DeviceBuffer, FileBuffer, Span, empty_buffer, stacked
+from rewriters.emission.buffers import DeviceBuffer, FileBuffer, Span, empty_buffer, stacked
 from rewriters.emission.file_buffers import FileBuffers, accumulator_dtype
 from rewriters.emission.while_loop import LoopState
 from rewriters.ir.device_model import DeviceModel
@@ -91,26 +92,30 @@ class Iteration(Protocol):
         """Return the rows of a tensor for the next iteration."""
 
 
-class LoopOutput(Protocol):
+class LoopOutput(abc.ABC):
     """An output of a loop.
 
     Attributes:
         tensors: Tensors that it yields.
     """
 
-    tensors: list[Tensor]
+    def __init__(self, *tensors: Tensor) -> None:
+        self.tensors = list(tensors)
 
+    @abc.abstractmethod
     def initial(self, loop: LoopContext) -> list[LoopState]:
         """Return its state variables with their initial values."""
 
+    @abc.abstractmethod
     def update(self, iteration: Iteration, values: Sequence[Any]) -> list[Any]:
         """Return the values of its variables after an iteration."""
 
     def final(self, values: Sequence[Any]) -> list[Any]:
-        """Return the values of its tensors from the final values of its variables."""
+        """Return the values of its tensors from the final values of its variables; by default of the only one."""
+        return [tf.cast(values[0], self.tensors[0].dtype)]
 
 
-def _buffer(iteration: Iteration, tensor: Tensor, handle: Any) -> Buffer:
+def _buffer(iteration: Iteration, tensor: Tensor, handle: Any) -> DeviceBuffer:
     """Return the full-size result whose state variable is `handle`."""
     buffer = FileBuffer if tensor in iteration.loop.in_files else DeviceBuffer
     return buffer(handle, iteration.loop.device)
@@ -126,14 +131,7 @@ def loop_state_dtype(tile_loop: TileLoop, tensor: Tensor) -> tf.DType:
 
 
 def initial_state(loop: LoopContext, tensor: Tensor, dtype: tf.DType, zero: bool) -> LoopState:
-    """Return the state variable of a result, in memory or in a file.
-
-    Args:
-        loop: The loop.
-        tensor: The result.
-        dtype: Element type of the variable.
-        zero: Whether it begins as zeros; otherwise every element is written.
-    """
+    """Return the state variable of a result, in memory or in a file; without `zero` every element is written."""
     assert tensor.shape is not None
     dims = [loop.batch if dim is None else int(dim) for dim in tensor.shape]
     shape = stacked(dims) if dims else []
@@ -143,11 +141,11 @@ def initial_state(loop: LoopContext, tensor: Tensor, dtype: tf.DType, zero: bool
         return LoopState(empty_buffer(shape, dtype, zero, loop.device), tensor.shape)
 
 
-class TiledOutput:
+class TiledOutput(LoopOutput):
     """A tensor of which each iteration writes its own cell."""
 
     def __init__(self, tensor: Tensor, cell: Region) -> None:
-        self.tensors = [tensor]
+        super().__init__(tensor)
         self._cell = cell
 
     def initial(self, loop: LoopContext) -> list[LoopState]:
@@ -160,16 +158,12 @@ class TiledOutput:
         part = iteration.fit(tensor, self._cell, 0.0)
         return [_buffer(iteration, tensor, values[0]).write(iteration.spans(tensor, self._cell), part)]
 
-    def final(self, values: Sequence[Any]) -> list[Any]:
-        """Return the buffer."""
-        return list(values)
 
-
-class ScatterAddOutput:
+class ScatterAddOutput(LoopOutput):
     """A gradient to which each iteration adds its rows; rows of several tiles may overlap."""
 
     def __init__(self, tensor: Tensor, region: Region) -> None:
-        self.tensors = [tensor]
+        super().__init__(tensor)
         self._region = region
 
     def initial(self, loop: LoopContext) -> list[LoopState]:
@@ -182,10 +176,6 @@ class ScatterAddOutput:
         part = tf.cast(iteration.value(tensor), values[0].dtype)
         return [_buffer(iteration, tensor, values[0]).accumulate(iteration.spans(tensor, self._region), part)]
 
-    def final(self, values: Sequence[Any]) -> list[Any]:
-        """Return the buffer, cast to the dtype of the tensor."""
-        return [tf.cast(values[0], self.tensors[0].dtype)]
-
 
 _COMBINE = {
     Combination.ADD: (tf.add, 0),
@@ -196,7 +186,7 @@ _COMBINE = {
 """Binary op of each reduction, and its neutral element."""
 
 
-class ReductionOutput:
+class ReductionOutput(LoopOutput):
     """A reduction over the image, for the batch or for each image, or over the batch or some axes, for each pixel.
 
     Args:
@@ -215,7 +205,7 @@ class ReductionOutput:
         per_image: bool = False,
         cell: Sequence[tuple[int | None, Interval]] | None = None,
     ) -> None:
-        self.tensors = [tensor]
+        super().__init__(tensor)
         self._combine, self._neutral = _COMBINE[combination]
         self._adds = combination is Combination.ADD
         self._per_image = per_image
@@ -255,12 +245,8 @@ class ReductionOutput:
                 spans[dim] = (iteration.lookup(rows.lo, axis), iteration.lookup(rows.size, axis))
         return spans
 
-    def final(self, values: Sequence[Any]) -> list[Any]:
-        """Return the buffer, cast to the dtype of the tensor."""
-        return [tf.cast(values[0], self.tensors[0].dtype)]
 
-
-class MergedMoments:
+class MergedMoments(LoopOutput):
     """Mean and variance in one loop, merged from those of the tiles.
 
     T. F. Chan, G. H. Golub and R. J. LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
@@ -277,7 +263,7 @@ class MergedMoments:
             cell: Pixels of an iteration.
             alone: Whether there is a single tile. Its moments are computed as in the original step, to the same bits.
         """
-        self.tensors = [moments.mean, moments.variance]
+        super().__init__(moments.mean, moments.variance)
         self._moments = moments
         self._cell = cell
         self._alone = alone

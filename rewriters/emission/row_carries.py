@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from rewriters.emission.buffers import DeviceBuffer, Span, replaced, stacked
-from rewriters.emission.loop_outputs import Iteration, LoopContext, initial_state
+from rewriters.emission.loop_outputs import Iteration, LoopContext, LoopOutput, initial_state
 from rewriters.emission.while_loop import LoopState
 from rewriters.ir import tf_internals
 from rewriters.ir.graph import Tensor
@@ -137,11 +137,11 @@ def finish_gradient_rows(
     return iteration.crop_and_pad(result, finished, region, 0.0, tensor), passed_rows
 
 
-class CarriedState:
+class CarriedState(LoopOutput):
     """State variable with rows that one iteration passes to the next."""
 
     def __init__(self, tensor: Tensor, *, dims: Sequence[int | None], region: Region, axis: int) -> None:
-        self.tensors: list[Tensor] = []
+        super().__init__()
         self.tensor = tensor
         sizes = [None if other == axis else int(rows.size[0]) for other, rows in enumerate(region)]
         self._shape = shape_of(tensor, dims, sizes)
@@ -168,11 +168,11 @@ class CarriedState:
         return []
 
 
-class SavedState:
+class SavedState(LoopOutput):
     """Buffer of rows that a forward loop saves for the backward loop, tile after tile."""
 
     def __init__(self, save: SavedRows) -> None:
-        self.tensors = [save.saved]
+        super().__init__(save.saved)
         self._save = save
 
     def initial(self, loop: LoopContext) -> list[LoopState]:
@@ -191,7 +191,3 @@ class SavedState:
             part = iteration.fit(tensor, with_rows(self._save.region, axis, rows), 0.0)
             handle = DeviceBuffer(handle, iteration.loop.device).write(spans, part)
         return [handle]
-
-    def final(self, values: Sequence[Any]) -> list[Any]:
-        """Return the buffer."""
-        return list(values)

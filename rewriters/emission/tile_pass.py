@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Hashable, Mapping, Set
+from collections.abc import Hashable, Mapping, Sequence, Set
+from typing import Any
 
 import tensorflow as tf
 
@@ -26,7 +27,7 @@ from rewriters.ir.graph_pass import GraphPass, PassResult, record_state, run_pas
 from rewriters.ir.graph_reader import from_tf_graph
 from rewriters.ir.legality import Stage
 from rewriters.ir.region_reads import is_region_read
-from rewriters.ir.static_values import int_constant, type_attr
+from rewriters.ir.static_values import add_constant, op_attrs
 from rewriters.scheduling.control_edges import add_edges
 from rewriters.scheduling.delay_early_ops import DelayOptimizerOps, EmittedLoop, RunUpdatesBeforeLoops
 from rewriters.scheduling.serialize_ops import SerializeScratchGroups
@@ -69,15 +70,7 @@ def plan_segment(
     backward_grid: Grid | None = None,
     halo: Halo = Halo.RECOMPUTE,
 ) -> SegmentPlan:
-    """Plan the loops of one segment.
-
-    Args:
-        analysis: Analysis of the step.
-        segment: The segment.
-        grid: Numbers of tiles.
-        backward_grid: Numbers of tiles of backward loops, `grid` if `None`.
-        halo: Source of the rows that neighbouring tiles share.
-    """
+    """Plan the loops of one segment with `grid` tiles, and backward loops with `backward_grid` unless it is `None`."""
     backward = backward_grid or grid
     if segment.loop_specs:
         planner = (RowBarrierPlanner if halo is Halo.CARRY else BarrierPlanner)(analysis, segment)
@@ -91,12 +84,7 @@ def planner_for(analysis: GraphAnalysis, segment: Segment, halo: Halo) -> TilePl
 
 
 def tile_segments(analysis: GraphAnalysis, plans: list[SegmentPlan], files: FileBuffers | None = None) -> Graph:
-    """Return a new graph in which the planned segments run tile by tile.
-
-    Args:
-        analysis: Analysis of the graph that the plans refer to.
-        plans: Plans of segments that share no op.
-        files: Rule that selects the results of loops in files; `None` to hold all in memory.
+    """Return a new graph in which the planned segments run tile by tile; arguments as in `TilePass`.
 
     Raises:
         RewriteError: If an op outside of a segment needs an op inside that has no full-size result.
@@ -115,35 +103,26 @@ class Tiled(PassResult):
     tile_loops: Mapping[Node, TileLoop] = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass(frozen=True)
 class TilePass(GraphPass[Tiled]):
-    """Replaces planned segments by tile loops."""
+    """Replaces planned segments by tile loops.
+
+    Attributes:
+        analysis: Analysis of the graph that the plans refer to.
+        plans: Plans of segments that share no op.
+        bodies: Whether to trace the bodies of loops.
+        files: Rule that selects the results of loops in files; `None` to hold all in memory.
+        stages: Pipeline stage of each op that has one; `None` without a pipeline.
+    """
 
     new_stateful_ops = frozenset((*LOOPS, "Empty", FILE_OP))
     stage = Stage.TILED
 
-    def __init__(
-        self,
-        analysis: GraphAnalysis,
-        plans: list[SegmentPlan],
-        *,
-        bodies: bool = True,
-        files: FileBuffers | None = None,
-        stages: Mapping[Node, int] | None = None,
-    ) -> None:
-        """Prepare the pass.
-
-        Args:
-            analysis: Analysis of the graph that the plans refer to.
-            plans: Segments that share no op.
-            bodies: Whether to trace the bodies of loops.
-            files: Rule that selects the results of loops in files; `None` to hold all in memory.
-            stages: Stage of each op that has one, for a pipeline.
-        """
-        self.analysis = analysis
-        self.plans = plans
-        self.bodies = bodies
-        self.files = files
-        self.stages = stages
+    analysis: GraphAnalysis
+    plans: Sequence[SegmentPlan]
+    bodies: bool = True
+    files: FileBuffers | None = None
+    stages: Mapping[Node, int] | None = None
 
     def requires(self, graph: Graph) -> None:
         """Check that the analysis belongs to the graph."""
@@ -153,7 +132,7 @@ class TilePass(GraphPass[Tiled]):
         """Splice the loops in; without stages, order the update with them."""
         if not self.plans:
             return Tiled(graph, changed=False)
-        splicer = _LoopSplicer(self.analysis, self.plans, bodies=self.bodies, files=self.files, stages=self.stages)
+        splicer = _LoopSplicer(self)
         return Tiled(splicer.run(), changed=True) if self.stages is None else splicer.in_stages()
 
 
@@ -161,11 +140,6 @@ def tile_stages(analysis: GraphAnalysis, plans: list[SegmentPlan], stages: Mappi
     """Return a step whose segments run tile by tile; only loops of the same pipeline stage wait for each other.
 
     Ops outside of the loops, such as the optimizer update, get no new order. The slots of the pipeline order them.
-
-    Args:
-        analysis: Analysis of the graph that the plans refer to.
-        plans: Plans of segments that share no op.
-        stages: Stage of each op that has one.
     """
     return run_pass(TilePass(analysis, plans, stages=stages), analysis.graph)
 
@@ -179,31 +153,12 @@ def tile_skeleton(analysis: GraphAnalysis, plans: list[SegmentPlan], files: File
 
 
 class _LoopSplicer:
-    """Replaces the planned segments in a copy of one graph by tile loops.
+    """Replaces the planned segments in a copy of one graph by tile loops, as `TilePass` specifies."""
 
-    Args:
-        analysis: Analysis of the graph that the plans refer to.
-        plans: Plans of segments that share no op.
-        bodies: Whether loops have bodies.
-        files: Rule that selects the results of loops in files.
-        stages: Pipeline stage of each op that has one; `None` without a pipeline.
-    """
-
-    def __init__(
-        self,
-        analysis: GraphAnalysis,
-        plans: list[SegmentPlan],
-        *,
-        bodies: bool = True,
-        files: FileBuffers | None = None,
-        stages: Mapping[Node, int] | None = None,
-    ) -> None:
-        self.analysis = analysis
-        self.plans = plans
-        self.bodies = bodies
-        self.files = files
-        self.stages = stages
-        self.graph = analysis.graph.copy()
+    def __init__(self, spec: TilePass) -> None:
+        self.spec = spec
+        self.analysis = spec.analysis
+        self.graph = spec.analysis.graph.copy()
         self.replaced: dict[Tensor, Tensor] = {}
         self.moved: dict[Node, Node] = {}
         self.programs: dict[Hashable, Graph] = {}
@@ -235,7 +190,7 @@ class _LoopSplicer:
 
     def _in_files(self, tile_loop: TileLoop) -> Set[Tensor]:
         """Return the results of a loop that lie in files."""
-        return frozenset() if self.files is None else self.files.results(tile_loop)
+        return frozenset() if self.spec.files is None else self.spec.files.results(tile_loop)
 
     def in_stages(self) -> Tiled:
         """Insert the loops alone."""
@@ -247,7 +202,7 @@ class _LoopSplicer:
     def _with_loops(self) -> list[Node]:
         """Insert all loops, redirect the consumers of replaced ops and remove these; return the loops in order."""
         self._repoint_shapes()
-        loops = [self._splice_all(plan) for plan in self.plans]
+        loops = [self._splice_all(plan) for plan in self.spec.plans]
         self._redirect_controls()
         self.graph.replace_tensors(self.replaced)
         order = self._chain(loops)
@@ -269,7 +224,7 @@ class _LoopSplicer:
         Some of the tensors are never materialised. The loop itself may depend on the shape of its own exit, for
         instance through the mask of a dropout.
         """
-        for plan in self.plans:
+        for plan in self.spec.plans:
             segment = plan.segment
             inside = {n.out(i) for n in (*segment.forward, *segment.backward) for i in range(len(n.outputs))}
             inside |= {tensor for tensor in segment.entries if is_region_read(tensor.node)}
@@ -309,24 +264,22 @@ class _LoopSplicer:
         assert shape is not None and source.shape is not None
         dtype = consumer.outputs[0][0]
         graph, name = self.graph, f"{consumer.name}/of_tile"
-        attrs = {"T": type_attr(source.dtype), "out_type": type_attr(dtype)}
-        outputs = [(dtype, (len(source.shape),))]
-        size = graph.add(Node(graph.unique_name(name), "Shape", [self._tensor(source)], attrs=attrs, outputs=outputs))
-        begin = int_constant(graph, f"{name}/begin", (0,), tf.int32)
-        count = int_constant(graph, f"{name}/size", (1,), tf.int32)
-        attrs = {"T": type_attr(dtype), "Index": type_attr(tf.int32)}
-        operands = [size.out(), begin.out(), count.out()]
-        batch = graph.add(Node(graph.unique_name(name), "Slice", operands, attrs=attrs, outputs=[(dtype, (1,))]))
+
+        def added(op: str, operands: Sequence[Tensor], attrs: Mapping[str, Any], length: int) -> Tensor:
+            return graph.new_node(name, op, operands, attrs=attrs, outputs=[(dtype, (length,))]).out()
+
+        size = added("Shape", [self._tensor(source)], op_attrs(T=source.dtype, out_type=dtype), len(source.shape))
+        begin = add_constant(graph, f"{name}/begin", (0,), tf.int32)
+        count = add_constant(graph, f"{name}/size", (1,), tf.int32)
+        batch = added("Slice", [size, begin, count], op_attrs(T=dtype, Index=tf.int32), 1)
         entries = self.analysis.entries_per_image(tensor)
         if entries != 1:
-            operands = [batch.out(), int_constant(graph, f"{name}/entries", entries, dtype).out()]
-            batch = graph.add_beside(batch, "Mul", operands, {"T": type_attr(dtype)}, [(dtype, (1,))])
-        inner_sizes = int_constant(graph, f"{name}/rest", tuple(int(d or 0) for d in shape[1:]), dtype)
-        axis = int_constant(graph, f"{name}/axis", 0, tf.int32)
-        attrs = {"T": type_attr(dtype), "Tidx": type_attr(tf.int32), "N": tf.compat.v1.AttrValue(i=2)}
-        operands = [batch.out(), inner_sizes.out(), axis.out()]
-        concat = Node(graph.unique_name(name), "ConcatV2", operands, attrs=attrs, outputs=[(dtype, (len(shape),))])
-        self.replaced[self._copied(consumer).out()] = graph.add(concat).out()
+            operands = [batch, add_constant(graph, f"{name}/entries", entries, dtype)]
+            batch = graph.add_beside(batch.node, "Mul", operands, op_attrs(T=dtype), [(dtype, (1,))]).out()
+        inner_sizes = add_constant(graph, f"{name}/rest", [int(d or 0) for d in shape[1:]], dtype)
+        operands = [batch, inner_sizes, add_constant(graph, f"{name}/axis", 0, tf.int32)]
+        attrs = op_attrs(T=dtype, Tidx=tf.int32, N=2)
+        self.replaced[self._copied(consumer).out()] = added("ConcatV2", operands, attrs, len(shape))
 
     def _splice_all(self, plan: SegmentPlan) -> list[Node]:
         """Insert the loops of a segment; return their nodes.
@@ -345,7 +298,7 @@ class _LoopSplicer:
         start = self.graph.add(Node(f"{prefix}/start", "NoOp"))
         start.control_inputs = self._waits(segment, tile_loop, all_ops)
         inputs = [newest[t] if t in newest else self._tensor(t) for t in loop_input_tensors(tile_loop, segment)]
-        if self.bodies:
+        if self.spec.bodies:
             loop, results = self._traced(segment, tile_loop, prefix, start, inputs)
         else:
             loop, results = self._without_body(tile_loop, prefix, start, inputs)
@@ -357,12 +310,12 @@ class _LoopSplicer:
             self.moved[self._copied(node)] = loop
         self.starts[loop] = start
         self.devices[loop] = self._device(tile_loop)
-        if self.stages is None:
+        if self.spec.stages is None:
             loop.device = self.devices[loop]
         self.tile_loops[start] = tile_loop
         role = "backward" if tile_loop.backward else "forward"
         name = LoopName(segment.name, tile_loop.name, str(tile_loop.grid))
-        stage = None if self.stages is None else int(self.devices[loop])
+        stage = None if self.spec.stages is None else int(self.devices[loop])
         for node in itertools.islice(self.graph.nodes.values(), num_nodes, None):
             node.metadata = Metadata(role=role, stage=None if node.op == "Const" else stage, loop=name)
         if tile_loop.backward:
@@ -372,9 +325,9 @@ class _LoopSplicer:
     def _device(self, tile_loop: TileLoop) -> str:
         """Return the device of a loop; in a pipeline the number of its stage, whose device is not known yet."""
         nodes = (*tile_loop.body, *tile_loop.replaces)
-        if self.stages is None:
+        if self.spec.stages is None:
             return next((node.device for node in nodes), "")
-        return next((str(self.stages[node]) for node in nodes if node in self.stages), "")
+        return next((str(self.spec.stages[node]) for node in nodes if node in self.spec.stages), "")
 
     def _without_body(
         self, tile_loop: TileLoop, prefix: str, start: Node, inputs: list[Tensor]
@@ -384,7 +337,7 @@ class _LoopSplicer:
         outputs = [(loop_state_dtype(tile_loop, tensor), tensor.shape) for tensor in tensors]
         in_files = self._in_files(tile_loop)
         indices = [index for index, tensor in enumerate(tensors) if tensor in in_files]
-        attrs = {IN_FILES: tf.compat.v1.AttrValue(list=tf.compat.v1.AttrValue.ListValue(i=indices))}
+        attrs = op_attrs(**{IN_FILES: indices})
         loop = Node(f"{prefix}/while", "While", inputs, control_inputs=[start], attrs=attrs, outputs=outputs)
         self.graph.add(loop)
         return loop, [self._cast(loop.out(index), tensor.dtype) for index, tensor in enumerate(tensors)]
@@ -393,9 +346,8 @@ class _LoopSplicer:
         """Return a tensor in another type, as loops return sums in half precision that they add up in float32."""
         if tensor.dtype == dtype:
             return tensor
-        attrs = {"SrcT": type_attr(tensor.dtype), "DstT": type_attr(dtype)}
-        name = self.graph.unique_name(f"{tensor.node.name}/Cast")
-        return self.graph.add(Node(name, "Cast", [tensor], attrs=attrs, outputs=[(dtype, tensor.shape)])).out()
+        attrs, outputs = op_attrs(SrcT=tensor.dtype, DstT=dtype), [(dtype, tensor.shape)]
+        return self.graph.new_node(f"{tensor.node.name}/Cast", "Cast", [tensor], attrs=attrs, outputs=outputs).out()
 
     def _traced(
         self, segment: Segment, tile_loop: TileLoop, prefix: str, start: Node, inputs: list[Tensor]
@@ -422,7 +374,7 @@ class _LoopSplicer:
         """Return a loop in a graph of its own; equal loops of several segments are traced once and share their body."""
         key = program_signature(self.analysis, segment, tile_loop)
         if key not in self.programs:
-            traced = trace_loop(self.analysis, segment, tile_loop, self.files)
+            traced = trace_loop(self.analysis, segment, tile_loop, self.spec.files)
             self.programs[key] = from_tf_graph(traced, traced.inputs, traced.outputs, [], self.graph.device)
             self.graph.library.MergeFrom(self.programs[key].library)
         return self.programs[key].copy()

@@ -6,8 +6,7 @@ Its state is a list of variables, each with an initial value: buffers, sums, car
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -32,39 +31,29 @@ class LoopState:
 
 def emit_while_loop(
     num_iterations: Any,
-    states: Sequence[LoopState],
-    body: Callable[[Any, list[Any]], Sequence[Any]],
+    states: Sequence[Sequence[LoopState]],
+    body: Callable[[Any, list[list[Any]]], list[list[Any]]],
     order: IterationOrder,
-) -> list[Any]:
-    """Run `body(tile, values)` for every tile, one iteration at a time.
+) -> list[list[Any]]:
+    """Run `body(tile, values)` for every tile, one iteration at a time, and return the final values of the variables.
 
     Args:
         num_iterations: Number of tiles, an integer or a scalar tensor.
-        states: The variables.
-        body: Maps the index of the tile and the values of the variables to the new values.
+        states: The variables, in groups.
+        body: Maps the index of the tile and the values of the variables to the new values, in the same groups.
         order: Order of the tiles.
-
-    Returns:
-        Final values of the variables.
     """
     num_iterations = tf.convert_to_tensor(num_iterations, tf.int32)
 
-    def step(iteration: Any, *values: Any) -> tuple[Any, ...]:
+    def step(iteration: Any, values: list[list[Any]]) -> tuple[Any, list[list[Any]]]:
         tile = iteration if order is IterationOrder.ASCENDING else num_iterations - 1 - iteration
-        return (iteration + 1, *body(tile, list(values)))
+        return iteration + 1, body(tile, values)
 
-    shapes = (tf.TensorShape([]), *(tf.TensorShape(state.shape) for state in states))
-    result = tf.while_loop(
-        lambda iteration, *_: iteration < num_iterations,
+    _, values = tf.while_loop(
+        lambda iteration, _: iteration < num_iterations,
         step,
-        (tf.constant(0), *(state.initial for state in states)),
-        shape_invariants=shapes,
+        (tf.constant(0), [[state.initial for state in group] for group in states]),
+        shape_invariants=(tf.TensorShape([]), [[tf.TensorShape(state.shape) for state in group] for group in states]),
         parallel_iterations=1,
     )
-    return list(result[1:])
-
-
-def grouped(values: Sequence[Any], sizes: Sequence[int]) -> Iterator[list[Any]]:
-    """Yield consecutive groups of the values."""
-    remaining = iter(values)
-    return (list(itertools.islice(remaining, size)) for size in sizes)
+    return values

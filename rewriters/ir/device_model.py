@@ -39,7 +39,7 @@ def gpu_maps_pages() -> bool:
     return os.environ.get("TF_GPU_ALLOCATOR") == "cuda_malloc_async"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Card:
     """Data sheet of a graphics card.
 

@@ -329,20 +329,17 @@ class Graph:
 
         library = type(self.library)()
         library.CopyFrom(self.library)
-        return Graph(
-            new,
-            moved(self.inputs),
-            moved(self.outputs),
-            [new[n.name] for n in self.keep],
-            library,
-            self.versions,
-            {old: Tensor(new[t.node.name], t.index) for old, t in self.aliases.items() if t.node.name in new},
-            set(self.same_size),
-            set(self.unordered),
-            dict(self.variables),
-            self.sizes,
-            self.device,
-            self.history,
+        return dataclasses.replace(
+            self,
+            nodes=new,
+            inputs=moved(self.inputs),
+            outputs=moved(self.outputs),
+            keep=[new[n.name] for n in self.keep],
+            library=library,
+            aliases={old: Tensor(new[t.node.name], t.index) for old, t in self.aliases.items() if t.node.name in new},
+            same_size=set(self.same_size),
+            unordered=set(self.unordered),
+            variables=dict(self.variables),
         )
 
     def device_of(self, node: Node) -> str:
@@ -356,12 +353,15 @@ class Graph:
         self.nodes[node.name] = node
         return node
 
+    def new_node(self, name: str, op: str, inputs: Sequence[Tensor] = (), **fields: Any) -> Node:
+        """Add a node with a unique name that begins with `name`; `fields` as for `Node`."""
+        return self.add(Node(self.unique_name(name), op, inputs, **fields))
+
     def add_beside(
         self, near: Node, op: str, inputs: Sequence[Tensor], attrs: Mapping[str, Any], outputs: Sequence[Any]
     ) -> Node:
         """Add a node with a name derived from `near`, on the same device."""
-        name = self.unique_name(f"{near.name}/{op}")
-        node = self.add(Node(name, op, inputs, attrs=attrs, device=near.device, outputs=outputs))
+        node = self.new_node(f"{near.name}/{op}", op, inputs, attrs=attrs, device=near.device, outputs=outputs)
         node.metadata = near.metadata
         return node
 
@@ -380,6 +380,18 @@ class Graph:
             for position, tensor in enumerate(node.inputs):
                 result.setdefault(tensor, []).append((node, position))
         return result
+
+    def dependencies(self) -> tuple[dict[Node, int], dict[Node, list[Node]]]:
+        """Return the number of nodes that each node waits for, and its successors; a repeated operand counts twice."""
+        waiting: dict[Node, int] = {}
+        after: dict[Node, list[Node]] = {node: [] for node in self.nodes.values()}
+        for node in self.nodes.values():
+            waiting[node] = len(node.inputs) + len(node.control_inputs)
+            for other, _ in node.inputs:
+                after[other].append(node)
+            for other in node.control_inputs:
+                after[other].append(node)
+        return waiting, after
 
     def levels(self) -> dict[Node, int]:
         """Return the topological order γ of TFLMS (Le et al., 2018, section 3): the longest distance from a source.
@@ -413,14 +425,7 @@ class Graph:
         Raises:
             RewriteError: If the graph has a cycle.
         """
-        waiting: dict[Node, int] = {}
-        after: dict[Node, list[Node]] = {node: [] for node in self.nodes.values()}
-        for node in self.nodes.values():  # A repeated operand counts twice.
-            waiting[node] = len(node.inputs) + len(node.control_inputs)
-            for other, _ in node.inputs:
-                after[other].append(node)
-            for other in node.control_inputs:
-                after[other].append(node)
+        waiting, after = self.dependencies()
         order = [node for node, count in waiting.items() if not count]
         if slow:
             order = list(_concurrent_order(order, after, waiting, slow, seconds or (lambda node: 0.0)))
@@ -431,7 +436,8 @@ class Graph:
                     if not waiting[other]:
                         order.append(other)
         if len(order) < len(self.nodes):
-            raise RewriteError(f"The graph has a cycle through {_cycle(self.nodes.values())}.")
+            cycle = cycle_in({node: predecessors(node) for node in self.nodes.values()})
+            raise RewriteError(f"The graph has a cycle through {cycle}.")
         return order
 
     def replace_tensors(self, mapping: Mapping[Tensor, Tensor], *, waits: bool = False) -> None:
@@ -508,12 +514,7 @@ def _concurrent_order(
 ) -> Iterator[Node]:
     """Simulate an executor that runs slow ops beside the others; yield nodes in the order in which they end.
 
-    Args:
-        sources: Nodes that wait for no other.
-        after: Nodes that wait for each node.
-        waiting: Number of nodes that each node waits for. It is counted down.
-        slow: Seconds of nodes that run concurrently with others.
-        seconds: Duration of each other node.
+    Begins with `sources`, and counts `waiting` down. `slow` and `seconds` as for `Graph.execution_order`.
     """
     ready = collections.deque(sources)
     running = collections.deque[tuple[float, Node]]()  # (end time, node)
@@ -535,11 +536,10 @@ def _concurrent_order(
                 ready.append(other)
 
 
-def _cycle(nodes: Iterable[Node]) -> list[str]:
-    """Return the names of some nodes on a cycle."""
-    sorter = graphlib.TopologicalSorter({node: predecessors(node) for node in nodes})
+def cycle_in(waits_for: Mapping[Node, Iterable[Node]]) -> list[str]:
+    """Return the names of up to eight nodes of a cycle; empty without one."""
     try:
-        sorter.prepare()
+        graphlib.TopologicalSorter(waits_for).prepare()
     except graphlib.CycleError as error:
         return [node.name for node in error.args[1][:8]]
     return []
@@ -558,9 +558,7 @@ def producers(node: Node) -> list[Node]:
 def ancestors(nodes: Iterable[Node], waits_for: Callable[[Node], Iterable[Node]] | None = None) -> set[Node]:
     """Return `nodes` and all nodes that must run before them.
 
-    Args:
-        nodes: The nodes to start from.
-        waits_for: Gives the nodes that come directly before a node; by default those of its data and control edges.
+    `waits_for` gives the direct predecessors of a node; by default those by data and control edges.
     """
     waits_for = predecessors if waits_for is None else waits_for
     seen: set[Node] = set(nodes)

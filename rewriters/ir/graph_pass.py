@@ -144,12 +144,7 @@ class GraphPass(abc.ABC, Generic[Result_co]):
 
 
 def run_pass(graph_pass: GraphPass[Result_co], graph: Graph, ran_before: Sequence[str] = ()) -> Result_co:
-    """Run one pass and check its contract.
-
-    Args:
-        graph_pass: The pass.
-        graph: The graph to rewrite.
-        ran_before: Names of the passes that made `graph`, for messages.
+    """Run one pass and check its contract; messages name the passes that `ran_before`.
 
     Raises:
         PassError: If the pass, or the graph it is given, breaks the contract.
@@ -281,12 +276,7 @@ def check_legal(graph: Graph, stage: Stage) -> None:
 
 
 def check_interface(before: Graph, after: Graph, same_shapes: bool = True) -> None:
-    """Check that arguments, captured variables and results are the same.
-
-    Args:
-        before: The given graph.
-        after: The new graph.
-        same_shapes: Whether static shapes must agree, as far as they are known.
+    """Check that arguments, captured variables and results are the same, and static shapes as far as they are known.
 
     Raises:
         PassError: Naming the first difference.
@@ -325,12 +315,9 @@ def _compatible(old: Shape, new: Shape) -> bool:
 
 
 def check_effects(before: Graph, after: Graph, new_stateful_ops: frozenset[str] = frozenset()) -> None:
-    """Check that each stateful op of a graph runs once in the new one; with `FULL_CHECKS`, in the same order.
+    """Check that each stateful op of a graph runs once in the new one, which may have more of types `new_stateful_ops`.
 
-    Args:
-        before: The given graph.
-        after: The new graph.
-        new_stateful_ops: Types of stateful ops that may be added.
+    With `FULL_CHECKS`, check also that they run in the same order.
 
     Raises:
         PassError: Naming ops that are missing, new, or out of order.

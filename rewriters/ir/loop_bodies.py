@@ -42,12 +42,9 @@ def function_names(attribute: Any) -> list[str]:
 
 
 def function_of(graph: Graph, node: Node, attr: str) -> Graph | None:
-    """Return a function of a loop as a graph with shapes; `None` if the library lacks it or it cannot be imported.
+    """Return the `"body"` or the `"cond"` of a loop as a graph with shapes, named by the attribute `attr`.
 
-    Args:
-        graph: Graph that the loop is in.
-        node: The loop.
-        attr: Attribute that names the function: `"body"` or `"cond"`.
+    `None` if the library lacks it or it cannot be imported.
     """
     return _function(graph, node.attrs[attr].func.name, node.inputs, node.outputs)
 
@@ -222,12 +219,9 @@ def readers_of(tensor: Tensor, consumers: Mapping[Tensor, Sequence[tuple[Node, i
 
 
 def add_body(graph: Graph, body: Graph, name: str) -> str:
-    """Add a function to the library of a graph, and return its name, which is unique in this process.
+    """Add a function to the library of a graph, and return its name, which begins with `name` and is unique.
 
-    Args:
-        graph: The graph; it is edited.
-        body: The function. Its inputs and outputs are those of the loop.
-        name: Beginning of the name.
+    Inputs and outputs of the function are those of the loop.
     """
     name = f"{name}_{next(_NUMBERS)}"
     fed = {tensor.node.name for tensor in body.inputs}
@@ -254,10 +248,7 @@ def add_body(graph: Graph, body: Graph, name: str) -> str:
 def num_iterations(body: Graph, condition: Graph, initial: Sequence[Value]) -> Dim:
     """Return the largest number of iterations that counters allow; `None` if no counter bounds it.
 
-    Args:
-        body: Function of one iteration.
-        condition: Function that decides whether another iteration runs.
-        initial: Static values of the loop's operands.
+    `initial` are the static values of the loop's operands.
     """
     counts = _counts(source_of(condition.outputs[0]), body, condition, initial)
     numbers = [count for count in counts if isinstance(count, int)]
@@ -296,10 +287,7 @@ def _counts(tensor: Tensor, body: Graph, condition: Graph, initial: Sequence[Val
 def branch_runs(body: Graph, initial: Sequence[Value], length: int) -> dict[str, list[int]]:
     """Return how often each branch runs of the conditionals whose condition depends on counters alone, by name.
 
-    Args:
-        body: Function of one iteration.
-        initial: Static values of the loop's operands.
-        length: Number of iterations.
+    `initial` are the static values of the loop's operands.
     """
     conditionals = [node for node in body.nodes.values() if node.op in BRANCHES]
     counters: list[tuple[Tensor, int, int]] = []

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from rewriters.ir import tf_internals
 from rewriters.ir.graph import Graph, Node, Tensor
 from rewriters.ir.symbolic_dims import LeadingSizes, SymbolicDim
 
@@ -127,17 +128,19 @@ def is_inexact(dtype: tf.DType) -> bool:
 
 def type_attr(dtype: tf.DType) -> Any:
     """Return an attribute that holds a type."""
-    return tf.compat.v1.AttrValue(type=dtype.as_datatype_enum)
+    return tf_internals.attr_value(dtype)
 
 
-def int_constant(graph: Graph, name: str, value: int | tuple[int, ...], dtype: tf.DType) -> Node:
-    """Add a constant number or vector to a graph."""
+def op_attrs(**values: Any) -> dict[str, Any]:
+    """Return Python values as attributes of an op."""
+    return {name: tf_internals.attr_value(value) for name, value in values.items()}
+
+
+def add_constant(graph: Graph, name: str, value: Any, dtype: tf.DType) -> Tensor:
+    """Add a constant to a graph."""
     array = np.array(value, dtype.as_numpy_dtype)
-    attrs = {
-        "dtype": type_attr(dtype),
-        "value": tf.compat.v1.AttrValue(tensor=tf.make_tensor_proto(array)),
-    }
-    return graph.add(Node(graph.unique_name(name), "Const", (), attrs=attrs, outputs=[(dtype, array.shape)]))
+    attrs = op_attrs(dtype=dtype) | {"value": tf.compat.v1.AttrValue(tensor=tf.make_tensor_proto(array))}
+    return graph.new_node(name, "Const", attrs=attrs, outputs=[(dtype, array.shape)]).out()
 
 
 def _const(node: Node, _index: int, _operands: list[Any]) -> Value:

@@ -14,14 +14,11 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 from tensorflow.core.framework import full_type_pb2
-from tensorflow.core.protobuf import meta_graph_pb2
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import atomic_function
 from tensorflow.python.framework import func_graph, function_def_to_graph, kernels, op_def_registry, ops
-from tensorflow.python.grappler import cluster, tf_optimizer
-from tensorflow.python.grappler import item as grappler_item
 from tensorflow.python.ops import cond_v2, handle_data_util, resource_variable_ops
 
 from rewriters.errors import RewriteError
@@ -209,11 +206,11 @@ def copy_handle_data(source: Any, target: Any) -> None:
 
 def variable_spec(tensor: Any) -> tuple[Any, tuple[int | None, ...] | None] | None:
     """Return (dtype, shape) of the variable behind a handle; `None` for another tensor, or if it is unknown."""
-    data = _handle_data(tensor) if tensor.dtype == tf.resource else None
-    if data is None or not data.is_set or len(data.shape_and_type) != 1:
+    specs = _variable_specs(tensor)
+    if len(specs) != 1:
         return None
-    shape = tf.TensorShape(data.shape_and_type[0].shape)
-    return tf.dtypes.as_dtype(data.shape_and_type[0].dtype), None if shape.rank is None else tuple(shape)
+    ((dtype, shape),) = specs
+    return dtype, None if shape.rank is None else tuple(shape)
 
 
 def set_handle_spec(handle: Any, dtype: Any, shape: tuple[int | None, ...] | None) -> None:
@@ -248,11 +245,16 @@ def set_attr(operation: Any, name: str, value: Any) -> None:
     operation._set_attr(name, value)
 
 
-def attr_value(value: str | Sequence[int]) -> Any:
-    """Return a text or a list of integers as an attribute."""
-    if isinstance(value, str):
-        return tf.compat.v1.AttrValue(s=value.encode())
-    return tf.compat.v1.AttrValue(list=tf.compat.v1.AttrValue.ListValue(i=value))
+def attr_value(value: tf.DType | bool | int | str | Sequence[int]) -> Any:
+    """Return a Python value as an attribute."""
+    attr = tf.compat.v1.AttrValue
+    if isinstance(value, tf.DType):
+        return attr(type=value.as_datatype_enum)
+    if isinstance(value, bool):
+        return attr(b=value)
+    if isinstance(value, int):
+        return attr(i=value)
+    return attr(s=value.encode()) if isinstance(value, str) else attr(list=attr.ListValue(i=value))
 
 
 def create_op(
@@ -291,11 +293,15 @@ def register_functions(library: Any) -> None:
         eager.add_function_def(function_def)
 
 
-def _handle_data(tensor: Any) -> Any:
-    """Return shape and dtype of the variable behind a resource tensor, eager or symbolic."""
-    if isinstance(tensor, ops.EagerTensor):
-        return tensor._handle_data
-    return handle_data_util.get_resource_handle_data(tensor)
+def _variable_specs(tensor: Any) -> list[tuple[Any, tf.TensorShape]]:
+    """Return (dtype, shape) of the variables behind a tensor, eager or symbolic; empty if it is no known handle."""
+    if tensor.dtype != tf.resource:
+        return []
+    is_eager = isinstance(tensor, ops.EagerTensor)
+    data = tensor._handle_data if is_eager else handle_data_util.get_resource_handle_data(tensor)
+    if data is None or not data.is_set:
+        return []
+    return [(tf.dtypes.as_dtype(item.dtype), tf.TensorShape(item.shape)) for item in data.shape_and_type]
 
 
 def must_compile(concrete_fn: Any) -> bool:
@@ -309,12 +315,8 @@ def captured_variables(concrete_fn: Any) -> list[tuple[Any, Any]]:
 
     `FuncGraph.variables` holds only variables that were used as Python objects during tracing.
     """
-    variables = []
-    for tensor in concrete_fn.captured_inputs:
-        data = _handle_data(tensor) if tensor.dtype == tf.resource else None
-        if data is not None and data.is_set and len(data.shape_and_type) == 1:
-            variables.append((tensor, tf.dtypes.as_dtype(data.shape_and_type[0].dtype)))
-    return variables
+    specs = ((tensor, variable_spec(tensor)) for tensor in concrete_fn.captured_inputs)
+    return [(tensor, spec[0]) for tensor, spec in specs if spec is not None]
 
 
 def eager_variable(**creator_arguments: Any) -> Any:
@@ -343,33 +345,23 @@ def variable_sizes(concrete_fn: Any) -> list[int]:
 
 def variable_places(concrete_fn: Any) -> list[tuple[str, int]]:
     """Return (device, bytes) of each variable that a traced function reads or writes."""
-    places = []
-    for tensor in concrete_fn.captured_inputs:
-        if tensor.dtype != tf.resource:
-            continue
-        data = _handle_data(tensor)
-        if data is None or not data.is_set:
-            continue
-        for item in data.shape_and_type:
-            shape = tf.TensorShape(item.shape)
-            if shape.is_fully_defined():
-                size = int(shape.num_elements() or 0) * tf.dtypes.as_dtype(item.dtype).size
-                places.append((short_device(tensor.device), size))
-    return places
+    return [
+        (short_device(tensor.device), size) for tensor in concrete_fn.captured_inputs for size in _sizes_behind(tensor)
+    ]
 
 
 def sizes_of_variables(concrete_fn: Any) -> list[int]:
     """Return the bytes of the variable of each captured handle; 0 for other tensors and for unknown shapes."""
-    sizes = []
-    for tensor in concrete_fn.captured_inputs:
-        data = _handle_data(tensor) if tensor.dtype == tf.resource else None
-        size = 0
-        for item in data.shape_and_type if data is not None and data.is_set else ():
-            shape = tf.TensorShape(item.shape)
-            if shape.is_fully_defined():
-                size += int(shape.num_elements() or 0) * tf.dtypes.as_dtype(item.dtype).size
-        sizes.append(size)
-    return sizes
+    return [sum(_sizes_behind(tensor)) for tensor in concrete_fn.captured_inputs]
+
+
+def _sizes_behind(handle: Any) -> list[int]:
+    """Return the bytes of the variables behind a tensor whose shapes are known."""
+    return [
+        int(shape.num_elements() or 0) * dtype.size
+        for dtype, shape in _variable_specs(handle)
+        if shape.is_fully_defined()
+    ]
 
 
 def memory_limits() -> dict[str, int]:
@@ -416,22 +408,17 @@ def _captured_value(tensor: Any) -> tuple[bool, Any]:
     """Return whether a captured tensor stands for a variable, and its value."""
     if tensor.dtype != tf.resource:
         return False, tensor.numpy()
-    data = _handle_data(tensor)
-    if data is None or not data.is_set:
+    specs = _variable_specs(tensor)
+    if not specs:
         raise TypeError(
             "The step uses a resource that is no variable (a lookup table, an iterator), which cannot be copied for "
             "the traced run. Take it out, or measure without `timelines`."
         )
-    dtype = tf.dtypes.as_dtype(data.shape_and_type[0].dtype)
-    return True, tf.raw_ops.ReadVariableOp(resource=tensor, dtype=dtype).numpy()
+    return True, tf.raw_ops.ReadVariableOp(resource=tensor, dtype=specs[0][0]).numpy()
 
 
 def allocations(stats: Any) -> list[tuple[str, int, int, str]]:
-    """Return (device, microseconds, bytes, operation) of each allocation of a step; bytes are negative for a free.
-
-    Args:
-        stats: The result of `step_stats`.
-    """
+    """Return (device, microseconds, bytes, operation) of each allocation in `StepStats`, negative bytes for a free."""
     records = []
     for device in stats.dev_stats:
         for node in device.node_stats:
@@ -541,47 +528,6 @@ def functions_without(optimizers: Iterable[str]) -> Iterator[None]:
     finally:
         if eager.function_call_options is options:  # `tf.config` resets them: the caller's new options stay.
             eager.function_call_options = before
-
-
-def _meta_graph(graph_def: Any, fetches: Iterable[str]) -> Any:
-    meta_graph = meta_graph_pb2.MetaGraphDef(graph_def=graph_def)
-    meta_graph.collection_def["train_op"].node_list.value.extend(fetches)  # The graph optimizers keep these ops.
-    return meta_graph
-
-
-def optimize_graph(graph_def: Any, fetches: Iterable[str], devices: Sequence[Any], options: Any) -> Any:
-    """Return a graph as TensorFlow's graph optimizers change it.
-
-    TensorFlow optimizes graphs only when it runs them, on devices of this machine.
-
-    Args:
-        graph_def: The graph.
-        fetches: Names of ops that are kept.
-        devices: Devices as `NamedDevice` protos; they need not be in this machine.
-        options: The optimizers, as `RewriterConfig`.
-
-    Raises:
-        tf.errors.OpError: If an optimizer fails and `options.fail_on_optimizer_errors` is set.
-    """
-    config = tf.compat.v1.ConfigProto()
-    config.graph_options.rewrite_options.CopyFrom(options)
-    virtual = cluster.Cluster(devices=devices)
-    try:
-        return tf_optimizer.OptimizeGraph(config, _meta_graph(graph_def, fetches), verbose=False, cluster=virtual)
-    finally:
-        virtual.Shutdown()
-
-
-def inferred_shapes(graph_def: Any, fetches: Iterable[str]) -> dict[str, list[tuple[int, ...] | None]]:
-    """Return the shapes of the results of each op, also in lowered loops; a negative size is unknown.
-
-    `tf.graph_util.import_graph_def` infers no shapes of the state variables of lowered loops.
-    """
-    properties = grappler_item.Item(_meta_graph(graph_def, fetches)).GetOpProperties()
-    return {
-        name: [None if p.shape.unknown_rank else tuple(dim.size for dim in p.shape.dim) for p in results]
-        for name, results in properties.items()
-    }
 
 
 def _freed(records: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.errors import PipelineError
-from rewriters.ir.graph import Tensor
+from rewriters.ir.graph import Node, Tensor
 from rewriters.ir.static_values import is_inexact
 from rewriters.pipelining.step_partition import StepPartition
 
@@ -44,36 +44,47 @@ class BatchGrowth:
     rows: int = 0
 
 
+@dataclasses.dataclass(frozen=True)
+class UnrollSpec:
+    """Specification of the micro-batches of a step.
+
+    Attributes:
+        micro_batches: Number of micro-batches.
+        growth: Returns how much larger a tensor is for the batch; `None` if it does not grow along some axes only.
+        is_mean: Tells whether a gradient or a loss is a mean over the batch rather than a sum; `None` if unknown.
+        counterpart: Returns the op of the step as traced for the batch that a constant corresponds to, or `None`.
+        order: Returns the order in which micro-batches compute a tensor.
+        factors: Factor of an operand in each micro-batch, by op name and position, such as its fraction of a total.
+        gradients_are_means: Whether gradients of unknown reduction are means.
+        reductions: Reductions that the user declares, by output position.
+    """
+
+    micro_batches: int
+    growth: Callable[[Tensor], BatchGrowth | None]
+    is_mean: Callable[[Tensor], bool | None]
+    counterpart: Callable[[Node], Node | None] = dataclasses.field(default=lambda node: node)
+    order: Callable[[Tensor], Sequence[int]] = dataclasses.field(default=lambda tensor: ())
+    factors: Mapping[tuple[str, int], float] = dataclasses.field(default_factory=dict)
+    gradients_are_means: bool = True
+    reductions: Mapping[int, MicroBatchReduction] = dataclasses.field(default_factory=dict)
+
+
 class ReductionChooser:
     """Chooses the reduction of each value that leaves micro-batches.
 
     Args:
         analysis: Analysis of the step as traced for one micro-batch.
         parts: Partition of the step.
-        is_mean: See `UnrollSpec`.
-        growth: See `UnrollSpec`.
-        gradients_are_means: See `UnrollSpec`.
-        declared: Reductions that the user declares.
+        spec: Specification of the micro-batches.
     """
 
-    def __init__(
-        self,
-        analysis: GraphAnalysis,
-        parts: StepPartition,
-        *,
-        is_mean: Callable[[Tensor], bool | None],
-        growth: Callable[[Tensor], BatchGrowth | None],
-        gradients_are_means: bool,
-        declared: Mapping[Tensor, MicroBatchReduction] | None = None,
-    ) -> None:
-        self._declared = declared or {}
+    def __init__(self, analysis: GraphAnalysis, parts: StepPartition, spec: UnrollSpec) -> None:
         self._parts = parts
-        self._is_mean = is_mean
-        self._growth = growth
+        self._spec = spec
         self._gradients = set(parts.gradients)
         self._backward = analysis.backward
         self._results = set(analysis.graph.outputs)
-        self._gradients_are_means = gradients_are_means
+        self._declared = {analysis.graph.outputs[position]: how for position, how in spec.reductions.items()}
 
     def of(self, tensor: Tensor) -> MicroBatchReduction:
         """Return the reduction of a tensor.
@@ -85,7 +96,7 @@ class ReductionChooser:
             return MicroBatchReduction.LAST
         if tensor in self._declared:
             return self._declared[tensor]
-        growth = self._growth(tensor)
+        growth = self._spec.growth(tensor)
         # Sparse gradients pair rows with indices, so that number and order of the rows do not matter.
         sparse = tensor.node in self._backward and tensor not in self._results
         if growth is None and sparse and tensor.shape and tensor.shape[0] is None:
@@ -115,7 +126,7 @@ class ReductionChooser:
         """Return the reduction of a tensor without a batch axis."""
         if is_inexact(tensor.dtype):
             return MicroBatchReduction.MEAN if self._mean(tensor) else MicroBatchReduction.SUM
-        if tensor.dtype.is_integer and self._is_mean(tensor) is False:
+        if tensor.dtype.is_integer and self._spec.is_mean(tensor) is False:
             return MicroBatchReduction.SUM
         kind = "is not a sum over the batch" if tensor.dtype.is_integer else "has no batch axis"
         raise PipelineError(
@@ -124,11 +135,11 @@ class ReductionChooser:
         )
 
     def _mean(self, tensor: Tensor) -> bool:
-        known = self._is_mean(tensor)
+        known = self._spec.is_mean(tensor)
         if known is not None:
             return known
         if tensor in self._gradients or tensor.node in self._backward:
-            return self._gradients_are_means
+            return self._spec.gradients_are_means
         raise PipelineError(
             f"{_shown(tensor)} {_USED}, but may be a sum or a mean over the batch. Leave it "
             f"out, or declare it in `reductions`. {_REMEDY}"

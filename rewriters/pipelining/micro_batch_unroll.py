@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from rewriters.analysis.autodiff_roles import reads_shape_only, shape_computations
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.errors import PipelineError
-from rewriters.ir.graph import Graph, Node, Tensor
-from rewriters.ir.static_values import int_constant, type_attr
-from rewriters.pipelining.micro_batch_reduction import BatchGrowth, MicroBatchReduction, ReductionChooser
+from rewriters.ir.graph import Graph, Node, Shape, Tensor, ancestors, producers
+from rewriters.ir.static_values import add_constant, op_attrs
+from rewriters.pipelining.micro_batch_reduction import MicroBatchReduction, ReductionChooser, UnrollSpec
 from rewriters.pipelining.step_partition import StepPartition, data_independent_ops
 
 __all__: list[str] = []
@@ -51,31 +50,6 @@ class Origin:
 
 
 @dataclasses.dataclass(frozen=True)
-class UnrollSpec:
-    """Specification of the micro-batches of a step.
-
-    Attributes:
-        micro_batches: Number of micro-batches.
-        growth: Returns how much larger a tensor is for the batch; `None` if it does not grow along some axes only.
-        is_mean: Tells whether a gradient or a loss is a mean over the batch rather than a sum; `None` if unknown.
-        counterpart: Returns the op of the step as traced for the batch that a constant corresponds to, or `None`.
-        order: Returns the order in which micro-batches compute a tensor.
-        factors: Factor of an operand in each micro-batch, by op name and position, such as its fraction of a total.
-        gradients_are_means: Whether gradients of unknown reduction are means.
-        reductions: Reductions that the user declares, by output position.
-    """
-
-    micro_batches: int
-    growth: Callable[[Tensor], BatchGrowth | None]
-    is_mean: Callable[[Tensor], bool | None]
-    counterpart: Callable[[Node], Node | None] = dataclasses.field(default=lambda node: node)
-    order: Callable[[Tensor], Sequence[int]] = dataclasses.field(default=lambda tensor: ())
-    factors: Mapping[tuple[str, int], float] = dataclasses.field(default_factory=dict)
-    gradients_are_means: bool = True
-    reductions: Mapping[int, MicroBatchReduction] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
 class UnrolledStep:
     """Graph of a step in micro-batches.
 
@@ -94,11 +68,6 @@ class UnrolledStep:
 
 def unroll_micro_batches(analysis: GraphAnalysis, parts: StepPartition, spec: UnrollSpec) -> UnrolledStep:
     """Return a step with the ops that depend on the batch repeated for each micro-batch, and their results combined.
-
-    Args:
-        analysis: Analysis of the step as traced for one micro-batch.
-        parts: Partition of the step.
-        spec: Specification of the micro-batches.
 
     Raises:
         PipelineError: If a value cannot be combined, or if both micro-batches and the update write a variable.
@@ -123,15 +92,7 @@ class _Unroller:
         self.pieces: dict[Node, list[Tensor]] = {}
         self.combined: dict[Tensor, tuple[Tensor, MicroBatchReduction]] = {}
         self.sizes = shape_computations(analysis.order)
-        declared = {analysis.graph.outputs[position]: how for position, how in spec.reductions.items()}
-        self.chooser = ReductionChooser(
-            analysis,
-            self.parts,
-            is_mean=spec.is_mean,
-            growth=spec.growth,
-            gradients_are_means=spec.gradients_are_means,
-            declared=declared,
-        )
+        self.chooser = ReductionChooser(analysis, parts, spec)
         self.copies_for_batch: dict[Node, Node] = {}
         self.differs: dict[Node, bool] = {}
 
@@ -202,22 +163,13 @@ class _Unroller:
         factor = self.spec.factors.get((node.name, position))
         if factor is None or self.count == 1:
             return value
-        part = self._number(f"micro_{number}/{node.name}/part", factor, value.dtype)
-        name = self.graph.unique_name(f"micro_{number}/{node.name}/scaled")
-        attrs = {"T": type_attr(value.dtype)}
-        scaled = Node(name, "Mul", [value, part], attrs=attrs, outputs=[(value.dtype, value.shape)])
-        for new in (part.node, self.graph.add(scaled)):
+        name = f"micro_{number}/{node.name}"
+        part = add_constant(self.graph, f"{name}/part", factor, value.dtype)
+        attrs, outputs = op_attrs(T=value.dtype), [(value.dtype, value.shape)]
+        scaled = self.graph.new_node(f"{name}/scaled", "Mul", [value, part], attrs=attrs, outputs=outputs)
+        for new in (part.node, scaled):
             self.origin[new] = Origin(Role.MICRO_BATCH, node, number)
         return scaled.out()
-
-    def _number(self, name: str, value: Any, dtype: tf.DType) -> Tensor:
-        array = np.array(value, dtype.as_numpy_dtype)
-        attrs = {
-            "dtype": type_attr(dtype),
-            "value": tf.compat.v1.AttrValue(tensor=tf.make_tensor_proto(array)),
-        }
-        outputs = [(dtype, array.shape)]
-        return self.graph.add(Node(self.graph.unique_name(name), "Const", (), attrs=attrs, outputs=outputs)).out()
 
     def _copies(self, node: Node) -> list[Node]:
         return self.clones[node] if node in self.clones else [self.once[node]]
@@ -225,14 +177,8 @@ class _Unroller:
     def _read_by_micro_batches(self, shared: Iterable[Node]) -> set[Node]:
         """Return the shared ops that micro-batches depend on."""
         inside = set(shared)
-        ancestors: set[Node] = set()
-        stack = [t.node for node in self.parts.per_micro_batch for t in node.inputs if t.node in inside]
-        while stack:
-            node = stack.pop()
-            if node not in ancestors:
-                ancestors.add(node)
-                stack.extend(t.node for t in node.inputs)
-        return ancestors
+        read = (t.node for node in self.parts.per_micro_batch for t in node.inputs)
+        return ancestors((node for node in read if node in inside), producers)
 
     def _cut_arguments(self) -> None:
         """Split arguments along the batch axis, which the number of micro-batches has to divide."""
@@ -240,19 +186,19 @@ class _Unroller:
         for argument in arguments if self.count > 1 else ():
             whole = self.once[argument]
             dtype, shape = argument.outputs[0]
-            axis = self._helper(int_constant(self.graph, f"micro/{argument.name}/axis", 0, tf.int32), argument)
-            attrs = {"T": type_attr(dtype), "num_split": tf.compat.v1.AttrValue(i=self.count)}
-            name = self.graph.unique_name(f"micro/{argument.name}/split")
-            outputs = [(dtype, shape)] * self.count
-            node = self.graph.add(Node(name, "Split", [axis.out(), whole.out()], attrs=attrs, outputs=outputs))
-            self._helper(node, argument, Role.SPLIT)
+            axis = self._constant(argument, "axis", 0, tf.int32)
+            attrs, outputs = op_attrs(T=dtype, num_split=self.count), [(dtype, shape)] * self.count
+            name = f"micro/{argument.name}/split"
+            node = self.graph.new_node(name, "Split", [axis, whole.out()], attrs=attrs, outputs=outputs)
+            self.origin[node] = Origin(Role.SPLIT, argument)
             self.pieces[argument] = [node.out(number) for number in range(self.count)]
             whole.attrs = {key: value for key, value in whole.attrs.items() if key != "shape"}
             whole.outputs = [(dtype, None if shape is None else (None, *shape[1:]))]
 
-    def _helper(self, node: Node, source: Node, role: Role = Role.COMBINE, number: int | None = None) -> Node:
-        self.origin[node] = Origin(role, source, number)
-        return node
+    def _constant(self, source: Node, name: str, value: Any, dtype: tf.DType) -> Tensor:
+        constant = add_constant(self.graph, f"micro/{source.name}/{name}", value, dtype)
+        self.origin[constant.node] = Origin(Role.COMBINE, source)
+        return constant
 
     # Edges that order effects -----------------------------------------------------------------------------------
 
@@ -353,9 +299,9 @@ class _Unroller:
             if node.op == "Const":
                 attrs["value"] = self._value_for_whole(node)
             outputs = other.outputs if other is not None and other.op == node.op else node.outputs
-            name = self.graph.unique_name(f"micro/{node.name}/whole")
-            self.copies_for_batch[node] = self.graph.add(Node(name, node.op, inputs, attrs=attrs, outputs=outputs))
-            self._helper(self.copies_for_batch[node], node)
+            copied = self.graph.new_node(f"micro/{node.name}/whole", node.op, inputs, attrs=attrs, outputs=outputs)
+            self.copies_for_batch[node] = copied
+            self.origin[copied] = Origin(Role.COMBINE, node)
         return self.copies_for_batch[node]
 
     def _combine(self, tensor: Tensor, how: MicroBatchReduction) -> Tensor:
@@ -374,55 +320,40 @@ class _Unroller:
             if total is None:
                 total = value
                 continue
-            attrs = {"T": type_attr(wide)}
-            node = self._new(tensor, f"add_{number}", "AddV2", [total, value], attrs, wide, Role.ADD, number)
-            total = node.out()
+            total = self._new(tensor, f"add_{number}", "AddV2", [total, value], op_attrs(T=wide), (wide, tensor.shape))
+            self.origin[total.node] = Origin(Role.ADD, tensor.node, number)
         assert total is not None
         if how is MicroBatchReduction.MEAN:
             total = self._scaled(tensor, total)
         return self._cast(tensor, total, tensor.dtype) if half else total
 
     def _concat(self, tensor: Tensor, values: list[Tensor]) -> Tensor:
-        axis = self._helper(int_constant(self.graph, f"micro/{tensor.node.name}/axis", 0, tf.int32), tensor.node)
-        attrs = {
-            "T": type_attr(tensor.dtype),
-            "Tidx": type_attr(tf.int32),
-            "N": tf.compat.v1.AttrValue(i=len(values)),
-        }
+        axis = self._constant(tensor.node, "axis", 0, tf.int32)
+        attrs = op_attrs(T=tensor.dtype, Tidx=tf.int32, N=len(values))
         shape = None if tensor.shape is None else (None, *tensor.shape[1:])
-        node = self._new(tensor, "concat", "ConcatV2", [*values, axis.out()], attrs, tensor.dtype)
-        node.outputs = [(tensor.dtype, shape)]
-        return node.out()
+        return self._new(tensor, "concat", "ConcatV2", [*values, axis], attrs, (tensor.dtype, shape))
 
     def _scaled(self, tensor: Tensor, value: Tensor) -> Tensor:
         """Return a value divided by the number of micro-batches."""
-        part = self._number(f"micro/{tensor.node.name}/part", 1 / self.count, value.dtype)
-        self._helper(part.node, tensor.node)
-        attrs = {"T": type_attr(value.dtype)}
-        node = self._new(tensor, "mean", "Mul", [value, part], attrs, value.dtype)
-        node.outputs = [(value.dtype, value.shape)]
-        return node.out()
+        part = self._constant(tensor.node, "part", 1 / self.count, value.dtype)
+        return self._new(tensor, "mean", "Mul", [value, part], op_attrs(T=value.dtype), (value.dtype, value.shape))
 
     def _cast(self, tensor: Tensor, value: Tensor, dtype: tf.DType) -> Tensor:
-        attrs = {
-            "SrcT": type_attr(value.dtype),
-            "DstT": type_attr(dtype),
-            "Truncate": tf.compat.v1.AttrValue(b=False),
-        }
-        return self._new(tensor, "cast", "Cast", [value], attrs, dtype).out()
+        attrs = op_attrs(SrcT=value.dtype, DstT=dtype, Truncate=False)
+        return self._new(tensor, "cast", "Cast", [value], attrs, (dtype, tensor.shape))
 
     def _new(
         self,
         tensor: Tensor,
         name: str,
         op: str,
-        inputs: Iterable[Tensor],
-        attrs: Mapping[str, object],
-        dtype: tf.DType,
-        role: Role = Role.COMBINE,
-        number: int | None = None,
-    ) -> Node:
+        inputs: list[Tensor],
+        attrs: Mapping[str, Any],
+        output: tuple[tf.DType, Shape],
+    ) -> Tensor:
+        """Add an op that combines the values of a tensor, and return its result."""
         suffix = f"_{tensor.index}" if tensor.index else ""
-        full = self.graph.unique_name(f"micro/{tensor.node.name}{suffix}/{name}")
-        node = self.graph.add(Node(full, op, list(inputs), attrs=attrs, outputs=[(dtype, tensor.shape)]))
-        return self._helper(node, tensor.node, role, number)
+        full_name = f"micro/{tensor.node.name}{suffix}/{name}"
+        node = self.graph.new_node(full_name, op, inputs, attrs=attrs, outputs=[output])
+        self.origin[node] = Origin(Role.COMBINE, tensor.node)
+        return node.out()

@@ -18,11 +18,11 @@ from rewriters.analysis import summation_order
 from rewriters.analysis.graph_analysis import GraphAnalysis, require_analysed
 from rewriters.errors import PipelineError, RewriteError
 from rewriters.ir.graph import LOOPS, Graph, Node, Tensor
-from rewriters.ir.graph_pass import GraphPass, PassError, PassResult, check_interface, record_state, run_pass
+from rewriters.ir.graph_pass import GraphPass, PassError, PassResult, check_interface, record_state
 from rewriters.ir.legality import Stage
-from rewriters.ir.static_values import type_attr
-from rewriters.pipelining.micro_batch_reduction import MicroBatchReduction
-from rewriters.pipelining.micro_batch_unroll import Origin, Role, UnrolledStep, UnrollSpec, unroll_micro_batches
+from rewriters.ir.static_values import op_attrs
+from rewriters.pipelining.micro_batch_reduction import MicroBatchReduction, UnrollSpec
+from rewriters.pipelining.micro_batch_unroll import Origin, Role, UnrolledStep, unroll_micro_batches
 from rewriters.pipelining.schedules import Direction, Schedule, Slot
 from rewriters.pipelining.stage_assignment import Stages, scheduled_ops
 from rewriters.pipelining.step_partition import StepPartition
@@ -62,48 +62,62 @@ class Pipelined(PassResult):
     combined: Mapping[Tensor, MicroBatchReduction]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PipelinePass(GraphPass[Pipelined]):
     """Rewrites a step into a pipeline.
 
     Arguments take the whole batch, so that their shapes differ from those of the step for one micro-batch. An effect
     may run once for each micro-batch.
+
+    Attributes:
+        analysis: Analysis of the step as traced for one micro-batch.
+        parts: Partition of the step.
+        stages: Stages of the step.
+        request: Specification of the micro-batches; the schedule gives their order.
+        schedule: Slots of each device, in order.
+        devices: Devices of the schedule and of variables.
     """
 
     stage = Stage.PIPELINED
 
-    def __init__(
-        self,
-        analysis: GraphAnalysis,
-        parts: StepPartition,
-        *,
-        stages: Stages,
-        request: UnrollSpec,
-        schedule: Schedule,
-        devices: Devices,
-    ) -> None:
-        """Prepare the pass; arguments as for `pipeline`."""
-        self.analysis = analysis
-        self.parts = parts
-        self.stages = stages
-        self.request = request
-        self.schedule = schedule
-        self.devices = devices
+    analysis: GraphAnalysis
+    parts: StepPartition
+    stages: Stages
+    request: UnrollSpec
+    schedule: Schedule
+    devices: Devices
 
     def requires(self, graph: Graph) -> None:
         """Check that the analysis belongs to the graph."""
         require_analysed(graph, self.analysis)
 
     def call(self, graph: Graph) -> Pipelined:
-        """Unroll micro-batches, place ops, and add the edges of the schedule."""
+        """Unroll micro-batches, place ops, and add the edges of the schedule.
+
+        Raises:
+            PipelineError: If slots wait for each other, or a value cannot be combined.
+        """
         del graph
-        return _pipeline(
-            self.analysis,
-            self.parts,
-            stages=self.stages,
-            request=self.request,
-            schedule=self.schedule,
-            devices=self.devices,
-        )
+        request = dataclasses.replace(self.request, order=self._micro_batch_order)
+        unrolled = unroll_micro_batches(self.analysis, self.parts, request)
+        graph = unrolled.graph
+        record_state(graph, "unroll_micro_batches", unroll_micro_batches.__doc__ or "")
+        _Placement(self, unrolled).run()
+        record_state(graph, "place_ops", _Placement.__doc__ or "")
+        slots = self._slots(unrolled)
+        ends = self._hold_to_schedule(graph, slots, self._merged(unrolled))
+        record_state(graph, "hold_to_schedule", self._hold_to_schedule.__doc__ or "")
+        try:
+            graph.execution_order()
+        except RewriteError as error:
+            raise PipelineError(
+                f"The stages of this step cannot run in the order of the schedule {self.schedule.name!r}: {error} Use "
+                "another schedule, or other cuts."
+            ) from None
+        # Automatic control dependencies would bring all effects into one line, of micro-batches one after another too.
+        effects = (node for node in graph.nodes.values() if node.stateful and not node.variable_handles)
+        graph.unordered = {node.name for node in effects if node.inputs or node.control_inputs}
+        return Pipelined(graph=graph, changed=True, slots=slots, ends=ends, combined=unrolled.combined)
 
     def ensures(self, before: Graph, after: Graph) -> None:
         """Check that arguments, captured variables and results are the same, and every written variable still is."""
@@ -112,70 +126,69 @@ class PipelinePass(GraphPass[Pipelined]):
         if missing:
             raise PassError(f"variables are no longer written: {sorted(missing)[:5]}")
 
+    def _micro_batch_order(self, tensor: Tensor) -> list[int]:
+        """Return micro-batches in the order in which they compute a tensor, by their positions on their devices."""
+        kind = Direction.BACKWARD if tensor.node in self.analysis.backward else Direction.FORWARD
+        stage = self.stages.of.get(tensor.node, self.stages.count - 1)
+        positions = {
+            slot.micro_batch: position
+            for slots in self.schedule.devices
+            for position, slot in enumerate(slots)
+            if slot.kind is kind and slot.stage == stage
+        }
+        return sorted(positions, key=lambda number: (positions[number], number))
+
+    def _slots(self, unrolled: UnrolledStep) -> dict[Slot, list[Node]]:
+        """Return the ops of each slot, with the gradient sums that its device computes."""
+        slots: dict[Slot, list[Node]] = {slot: [] for slot in self.schedule.slots()}
+        slotted = scheduled_ops(self.analysis, self.parts, self.stages)
+        for node in slotted:
+            kind = Direction.BACKWARD if node in self.analysis.backward else Direction.FORWARD
+            for number, copy in enumerate(unrolled.clones[node]):
+                slots[Slot(kind, number, self.stages.of[node])].append(copy)
+        needed = {t.node for t in self.parts.gradients if t.node in self.parts.per_micro_batch}.union(slotted)
+        for node, origin in unrolled.origin.items():
+            if origin.role is Role.ADD and origin.micro_batch is not None and origin.source in needed:
+                kind = Direction.BACKWARD if origin.source in self.analysis.backward else Direction.FORWARD
+                slot = Slot(kind, origin.micro_batch, self.stages.of.get(origin.source, self.stages.count - 1))
+                if self.schedule.device_of(slot) == owner_device(self.schedule, slot.stage):
+                    slots[slot].append(node)
+        return slots
+
+    def _merged(self, unrolled: UnrolledStep) -> set[Node]:
+        """Return sums that TensorFlow flattens into others: a control edge would prevent that and change rounding."""
+        flattened, role = summation_order.flattenable_sums(self.analysis), Role.MICRO_BATCH
+        return {n for n, origin in unrolled.origin.items() if origin.role is role and origin.source in flattened}
+
+    def _hold_to_schedule(
+        self, graph: Graph, slots: Mapping[Slot, Sequence[Node]], merged: set[Node]
+    ) -> dict[Slot, Node]:
+        """Add edges by which each device runs its slots in order; return the final `NoOp` of each slot."""
+        ends: dict[Slot, Node] = {}
+        for name, device_slots in zip(self.devices.names, self.schedule.devices, strict=True):
+            before: Node | None = None
+            for slot in device_slots:
+                nodes = slots[slot]
+                for node, other in list(layer_gradient_edges(nodes)):
+                    node.control_inputs.append(other)
+                inside = set(nodes)
+                end = Node(_name(slot), "NoOp", device=name)
+                followed = {t.node for node in nodes for t in node.inputs}
+                followed.update(c for node in nodes for c in node.control_inputs)
+                end.control_inputs = [node for node in nodes if node not in followed and node not in merged]
+                if before is not None:
+                    for node in nodes:
+                        operands = {t.node for t in node.inputs}
+                        if not inside.intersection(operands) and node not in merged:
+                            node.control_inputs.append(before)
+                    end.control_inputs.append(before)
+                ends[slot] = before = graph.add(end)
+        return ends
+
 
 def _written_variables(graph: Graph) -> set[str]:
     nodes = (node for node in graph.nodes.values() if node.may_write_variable)
     return {handle.name for node in nodes for handle in node.variable_handles}
-
-
-def pipeline(
-    analysis: GraphAnalysis,
-    parts: StepPartition,
-    *,
-    stages: Stages,
-    request: UnrollSpec,
-    schedule: Schedule,
-    devices: Devices,
-) -> Pipelined:
-    """Rewrite a step as a pipeline.
-
-    Args:
-        analysis: Analysis of the step as traced for one micro-batch.
-        parts: Partition of the step.
-        stages: Stages of the step.
-        request: Specification of the micro-batches; the schedule gives their order.
-        schedule: Slots of each device, in order.
-        devices: Devices of the schedule and of variables.
-
-    Raises:
-        PipelineError: If slots wait for each other, or a value cannot be combined.
-    """
-    return run_pass(
-        PipelinePass(analysis, parts, stages=stages, request=request, schedule=schedule, devices=devices),
-        analysis.graph,
-    )
-
-
-def _pipeline(
-    analysis: GraphAnalysis,
-    parts: StepPartition,
-    *,
-    stages: Stages,
-    request: UnrollSpec,
-    schedule: Schedule,
-    devices: Devices,
-) -> Pipelined:
-    ordered = dataclasses.replace(request, order=lambda tensor: _order(analysis, stages, schedule, tensor))
-    unrolled = unroll_micro_batches(analysis, parts, ordered)
-    record_state(unrolled.graph, "unroll_micro_batches", unroll_micro_batches.__doc__ or "")
-    _Placement(analysis, stages, schedule=schedule, devices=devices, unrolled=unrolled).run()
-    record_state(unrolled.graph, "place_ops", _Placement.__doc__ or "")
-    slots = _slots(analysis, parts, stages, schedule, unrolled)
-    ends = _hold_to(schedule, devices, unrolled.graph, slots, _merged(analysis, unrolled))
-    record_state(unrolled.graph, "hold_to_schedule", _hold_to.__doc__ or "")
-    try:
-        unrolled.graph.execution_order()
-    except RewriteError as error:
-        raise PipelineError(
-            f"The stages of this step cannot run in the order of the schedule {schedule.name!r}: {error} Use another "
-            "schedule, or other cuts."
-        ) from None
-    # Automatic control dependencies would bring all effects into one line, of micro-batches one after another too.
-    graph = unrolled.graph
-    graph.unordered = {
-        n.name for n in graph.nodes.values() if n.stateful and (n.inputs or n.control_inputs) and not n.variable_handles
-    }
-    return Pipelined(graph=graph, changed=True, slots=slots, ends=ends, combined=unrolled.combined)
 
 
 def owner_device(schedule: Schedule, stage: int) -> int:
@@ -183,29 +196,13 @@ def owner_device(schedule: Schedule, stage: int) -> int:
     return schedule.device_of(Slot(Direction.FORWARD, 0, stage))
 
 
-def _order(analysis: GraphAnalysis, stages: Stages, schedule: Schedule, tensor: Tensor) -> list[int]:
-    """Return micro-batches in the order in which they compute a tensor, by their positions on their devices."""
-    kind = Direction.BACKWARD if tensor.node in analysis.backward else Direction.FORWARD
-    stage = stages.of.get(tensor.node, stages.count - 1)
-    positions = {
-        slot.micro_batch: position
-        for slots in schedule.devices
-        for position, slot in enumerate(slots)
-        if slot.kind is kind and slot.stage == stage
-    }
-    return sorted(positions, key=lambda number: (positions[number], number))
-
-
 class _Placement:
     """Assigns a device to every op: that of its slot, of its variable, or of its operands."""
 
-    def __init__(
-        self, analysis: GraphAnalysis, stages: Stages, *, schedule: Schedule, devices: Devices, unrolled: UnrolledStep
-    ) -> None:
-        self.analysis = analysis
-        self.stages = stages
-        self.schedule = schedule
-        self.devices = devices
+    def __init__(self, spec: PipelinePass, unrolled: UnrolledStep) -> None:
+        self.stages = spec.stages
+        self.schedule = spec.schedule
+        self.devices = spec.devices
         self.graph = unrolled.graph
         self.origin = unrolled.origin
 
@@ -268,8 +265,8 @@ class _Placement:
             first, *others = by_device or [HOST]
             node.device = first
             for number, device in enumerate(others, 1):
-                name = self.graph.unique_name(f"{node.name}/on_device_{number}")
-                new = self.graph.add(Node(name, "Const", (), attrs=node.attrs, device=device, outputs=node.outputs))
+                name = f"{node.name}/on_device_{number}"
+                new = self.graph.new_node(name, "Const", attrs=node.attrs, device=device, outputs=node.outputs)
                 self.origin[new] = self.origin[node]
                 for reader in by_device[device]:
                     reader.inputs = [new.out() if t == node.out() else t for t in reader.inputs]
@@ -288,69 +285,17 @@ class _Placement:
                     continue
                 key = tensor, loop.device
                 if key not in brought:
-                    name = self.graph.unique_name(f"{tensor.node.name}/for_loop")
-                    attrs = {"T": type_attr(tensor.dtype)}
-                    outputs = [(tensor.dtype, tensor.shape)]
-                    node = self.graph.add(
-                        Node(name, "Identity", [tensor], attrs=attrs, device=loop.device, outputs=outputs)
+                    node = self.graph.new_node(
+                        f"{tensor.node.name}/for_loop",
+                        "Identity",
+                        [tensor],
+                        attrs=op_attrs(T=tensor.dtype),
+                        device=loop.device,
+                        outputs=[(tensor.dtype, tensor.shape)],
                     )
                     self.origin[node] = Origin(Role.COMBINE, loop)
                     brought[key] = node.out()
                 loop.inputs[position] = brought[key]
-
-
-def _slots(
-    analysis: GraphAnalysis, parts: StepPartition, stages: Stages, schedule: Schedule, unrolled: UnrolledStep
-) -> dict[Slot, list[Node]]:
-    """Return the ops of each slot, with the gradient sums that its device computes."""
-    slots: dict[Slot, list[Node]] = {slot: [] for slot in schedule.slots()}
-    slotted = scheduled_ops(analysis, parts, stages)
-    for node in slotted:
-        kind = Direction.BACKWARD if node in analysis.backward else Direction.FORWARD
-        for number, copy in enumerate(unrolled.clones[node]):
-            slots[Slot(kind, number, stages.of[node])].append(copy)
-    needed = {t.node for t in parts.gradients if t.node in parts.per_micro_batch}.union(slotted)
-    for node, origin in unrolled.origin.items():
-        if origin.role is Role.ADD and origin.micro_batch is not None and origin.source in needed:
-            kind = Direction.BACKWARD if origin.source in analysis.backward else Direction.FORWARD
-            slot = Slot(kind, origin.micro_batch, stages.of.get(origin.source, stages.count - 1))
-            if schedule.device_of(slot) == owner_device(schedule, slot.stage):
-                slots[slot].append(node)
-    return slots
-
-
-def _merged(analysis: GraphAnalysis, unrolled: UnrolledStep) -> set[Node]:
-    """Return the sums that TensorFlow flattens into others: a control edge would prevent that and change rounding."""
-    flattened = summation_order.flattenable_sums(analysis)
-    return {
-        n for n, origin in unrolled.origin.items() if origin.role is Role.MICRO_BATCH and origin.source in flattened
-    }
-
-
-def _hold_to(
-    schedule: Schedule, devices: Devices, graph: Graph, slots: Mapping[Slot, Sequence[Node]], merged: set[Node]
-) -> dict[Slot, Node]:
-    """Add edges by which each device runs its slots in order; return the final `NoOp` of each slot."""
-    ends: dict[Slot, Node] = {}
-    for name, device_slots in zip(devices.names, schedule.devices, strict=True):
-        before: Node | None = None
-        for slot in device_slots:
-            nodes = slots[slot]
-            for node, other in list(layer_gradient_edges(nodes)):
-                node.control_inputs.append(other)
-            inside = set(nodes)
-            end = Node(_name(slot), "NoOp", device=name)
-            followed = {t.node for node in nodes for t in node.inputs}
-            followed.update(c for node in nodes for c in node.control_inputs)
-            end.control_inputs = [node for node in nodes if node not in followed and node not in merged]
-            if before is not None:
-                for node in nodes:
-                    operands = {t.node for t in node.inputs}
-                    if not inside.intersection(operands) and node not in merged:
-                        node.control_inputs.append(before)
-                end.control_inputs.append(before)
-            ends[slot] = before = graph.add(end)
-    return ends
 
 
 def _name(slot: Slot) -> str:

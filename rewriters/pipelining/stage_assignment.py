@@ -49,11 +49,7 @@ class Stages:
 
 
 def assign_stages(analysis: GraphAnalysis, cuts: Sequence[Sequence[Tensor]]) -> Stages:
-    """Return the stage of every op.
-
-    Args:
-        analysis: Analysis of the joint graph.
-        cuts: Tensors that each stage but the last ends with.
+    """Return the stage of every op; `cuts` are the tensors that each stage but the last ends with.
 
     Raises:
         PipelineError: If a cut is no forward tensor, or does not follow the one before it.
@@ -173,17 +169,8 @@ class _Assignment:
 
     def _stages_of_the_loss(self) -> int:
         """Return the highest stage that a gradient depends on."""
-        seen: set[Node] = set()
-        stack = [t.node for t in self.gradients]
-        highest = 0
-        while stack:
-            node = stack.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            highest = max(highest, self.of.get(node, 0))
-            stack.extend(t.node for t in node.inputs)
-        return highest
+        needed = ancestors((t.node for t in self.gradients), producers)
+        return max((self.of.get(node, 0) for node in needed), default=0)
 
     def _place_weights(self, weights: set[Node]) -> None:
         """Place each weight in the first stage that reads it, values of several weights in the last of their stages."""
@@ -312,13 +299,9 @@ def scheduled_ops(analysis: GraphAnalysis, parts: StepPartition, stages: Stages)
     What gradients depend on of what runs for each micro-batch, but for sizes, constants and variables; and what ends a
     swap, on which nothing depends.
     """
-    needed: set[Node] = set()
-    stack = [t.node for t in parts.gradients] + [node for node in analysis.graph.keep if node in stages.fixed]
-    while stack:
-        node = stack.pop()
-        if node not in needed and node in parts.per_micro_batch:
-            needed.add(node)
-            stack.extend(t.node for t in node.inputs)
+    repeated = parts.per_micro_batch
+    last = [t.node for t in parts.gradients] + [node for node in analysis.graph.keep if node in stages.fixed]
+    needed = ancestors(repeated.intersection(last), lambda node: repeated.intersection(producers(node)))
     order = (node for node in analysis.order if node in needed and node in stages.of)
     return [node for node in order if node not in stages.shape_only and not node.variable_handles]
 
@@ -351,12 +334,7 @@ class Separators:
 
 
 def separators(analysis: GraphAnalysis, batch: int) -> Separators:
-    """Return the cuts of a network that a single tensor crosses.
-
-    Args:
-        analysis: Of the joint graph.
-        batch: Size of an unknown batch.
-    """
+    """Return the cuts of a network that a single tensor crosses."""
     whole = assign_stages(analysis, [])
     wanted = _needed_forward(analysis, whole)
     weighted = _after_weights(analysis, wanted)
@@ -388,19 +366,10 @@ def separators(analysis: GraphAnalysis, batch: int) -> Separators:
 
 def _needed_forward(analysis: GraphAnalysis, stages: Stages) -> set[Node]:
     """Return the forward ops that gradients depend on."""
-    nodes: set[Node] = set()
-    seen: set[Node] = set()
-    stack = [t.node for t in gradients(analysis.graph, analysis.order, analysis.backward)]
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node in analysis.data and node in stages.of and node not in analysis.backward:
-            if node not in stages.shape_only:
-                nodes.add(node)
-        stack.extend(t.node for t in node.inputs)
-    return nodes
+    seeds = gradients(analysis.graph, analysis.order, analysis.backward)
+    needed = ancestors((t.node for t in seeds), producers)
+    forward = {node for node in stages.of if node in analysis.data and node not in analysis.backward}
+    return (forward & needed) - stages.shape_only
 
 
 def _after_weights(analysis: GraphAnalysis, wanted: set[Node]) -> set[Node]:

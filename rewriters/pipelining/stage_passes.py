@@ -23,7 +23,7 @@ from rewriters.pipelining.step_partition import StepPartition
 from rewriters.scheduling.control_edges import EdgePass
 from rewriters.scheduling.separate_gradients import SeparateGradients
 from rewriters.scheduling.serialize_ops import SerializeLargeOps
-from rewriters.swapping.swap_pass import Swap, SwapIn, SwapOptions, SwapPlan, insert_swaps, plan_swaps
+from rewriters.swapping.swap_pass import Swap, SwapIn, SwapOptions, insert_swaps, plan_swaps
 from rewriters.swapping.tiers import Tier
 from rewriters.tiling.tile_planner import TileLoop
 
@@ -65,12 +65,7 @@ class StagedStep:
 
 
 def with_tiles(staged: StagedStep, plans: list[SegmentPlan]) -> StagedStep:
-    """Return the step with segments, each of one stage, replaced by tile loops.
-
-    Args:
-        staged: The step.
-        plans: Segments of its analysis that share no operation.
-    """
+    """Return the step with segments of its analysis, each of one stage, replaced by tile loops."""
     tiled = tile_stages(staged.analysis, plans, staged.stages.of)
     return _transfer_metadata(staged, tiled.graph, tiled.tile_loops)
 
@@ -105,8 +100,11 @@ def with_swaps(
         swap.swap_ins = [part for swap_in in swap.swap_ins for part in _of_stages(swap_in, staged.stages.of)]
     result = insert_swaps(analysis, plan.swaps, tier, max_in_flight)
     graph = run_pass(_DropEdgesBetweenStages(staged), result.graph).graph
-    outs = [graph.nodes[node.name] for node in result.swap_outs]
-    return _swapped(_transfer_metadata(staged, graph, {}), plan, outs)
+    staged = _transfer_metadata(staged, graph, {})
+    fixed = frozenset(node for node in graph.nodes.values() if node.device and node in staged.stages.of)
+    stages = dataclasses.replace(staged.stages, fixed=fixed)
+    outs = frozenset(graph.nodes[node.name] for node in result.swap_outs)
+    return dataclasses.replace(staged, stages=stages, swaps=plan.swaps, left=plan.left, outs=outs)
 
 
 def _of_stages(swap_in: SwapIn, stages: Mapping[Node, int]) -> list[SwapIn]:
@@ -115,14 +113,6 @@ def _of_stages(swap_in: SwapIn, stages: Mapping[Node, int]) -> list[SwapIn]:
     for reader in swap_in.readers:
         readers.setdefault(stages.get(reader), []).append(reader)
     return [SwapIn(part, swap_in.control) for part in readers.values()]
-
-
-def _swapped(staged: StagedStep, plan: SwapPlan, outs: Iterable[Node]) -> StagedStep:
-    graph = staged.analysis.graph
-    known = staged.stages.of
-    fixed = frozenset(node for node in graph.nodes.values() if node.device and node in known)
-    stages = dataclasses.replace(staged.stages, fixed=fixed)
-    return dataclasses.replace(staged, stages=stages, swaps=plan.swaps, left=plan.left, outs=frozenset(outs))
 
 
 def _in_order(staged: StagedStep, min_bytes: int, batch: int) -> StagedStep:
@@ -182,12 +172,9 @@ class _DropEdgesBetweenStages(GraphPass[PassResult]):
 
 
 def _transfer_metadata(staged: StagedStep, graph: Graph, tile_loops: Mapping[Node, TileLoop]) -> StagedStep:
-    """Return the step with its partition and stages carried over to the graph of a pass.
+    """Return the step with its partition and stages carried over to the graph of a pass, in which ops kept their names.
 
-    Args:
-        staged: The step before.
-        graph: The new graph: operations that it has kept have kept their names.
-        tile_loops: New operations of tile loops, each with its loop.
+    `tile_loops` are new ops of tile loops, each with its loop.
     """
     old = staged.analysis
     nodes = graph.nodes

@@ -7,7 +7,8 @@ Factors of a gradient that depend on activations alone wait in the same way.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+import dataclasses
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -18,9 +19,9 @@ from rewriters.analysis.convex_sets import descendants
 from rewriters.analysis.graph_analysis import GraphAnalysis, require_analysed
 from rewriters.device.merged_kernels import may_merge, may_move_constant
 from rewriters.device.op_buffers import forwards_input_buffer
-from rewriters.ir.graph import LOOPS, Graph, Node, Tensor, predecessors
+from rewriters.ir.graph import LOOPS, Graph, Node, predecessors
 from rewriters.ir.loop_bodies import is_folded
-from rewriters.ir.static_values import constant, int_constant, type_attr
+from rewriters.ir.static_values import add_constant, constant, op_attrs
 from rewriters.scheduling.control_edges import ControlEdge, EdgePass
 
 __all__: list[str] = []
@@ -50,23 +51,22 @@ def earliest_forward_level(analysis: GraphAnalysis) -> dict[Node, int]:
     return levels
 
 
+@dataclasses.dataclass(frozen=True)
 class DelayEarlyOps(EdgePass):
-    """Lets each large value that could exist early wait for the value that it is combined with."""
+    """Lets each large value that could exist early wait for the value that it is combined with.
+
+    Attributes:
+        analysis: Analysis of the graph that the pass is run on.
+        min_bytes: Size from which on results are delayed. Results that depend on variables alone are delayed from
+            `MIN_DELAYED_BYTES` on: a network has one for each weight, and all of them together are large.
+        batch: Batch size, where the graph leaves it open.
+    """
 
     new_stateful_ops = frozenset(("Empty",))
 
-    def __init__(self, analysis: GraphAnalysis, min_bytes: int, batch: int) -> None:
-        """Prepare the pass.
-
-        Args:
-            analysis: Analysis of the graph that the pass is run on.
-            min_bytes: Size from which on results are delayed. Results that depend on variables alone are delayed from
-                `MIN_DELAYED_BYTES` on: a network has one for each weight, and all of them together are large.
-            batch: Batch size, where the graph leaves it open.
-        """
-        self.analysis = analysis
-        self.min_bytes = min_bytes
-        self.batch = batch
+    analysis: GraphAnalysis
+    min_bytes: int
+    batch: int
 
     def requires(self, graph: Graph) -> None:
         """Check that the analysis belongs to the graph."""
@@ -75,7 +75,7 @@ class DelayEarlyOps(EdgePass):
     def edges(self, graph: Graph) -> Iterator[ControlEdge]:
         """Yield one edge for each op that is delayed, between ops of the analysed graph."""
         del graph
-        return _DelayPlanner(self.analysis, self.min_bytes, self.batch).edges()
+        return _DelayPlanner(self).edges()
 
     def edit(self, graph: Graph, node: Node) -> None:
         """Keep TensorFlow from folding a delayed op."""
@@ -91,32 +91,29 @@ def _keep_unfolded(graph: Graph, node: Node) -> None:
     if value is None or any(value.tobytes()):  # Of other values large tensors are rare.
         return
     dtype = node.out().dtype
-    zero = Node(
-        graph.unique_name(f"{node.name}/zero"),
-        "Empty",
-        [int_constant(graph, f"{node.name}/shape", (), tf.int32).out()],
-        attrs={"dtype": type_attr(dtype), "init": tf.compat.v1.AttrValue(b=True)},
-        device=node.device,
-        outputs=[(dtype, ())],
-    )
-    node.inputs[1] = graph.add(zero).out()
+    shape = add_constant(graph, f"{node.name}/shape", (), tf.int32)
+    attrs, outputs = op_attrs(dtype=dtype, init=True), [(dtype, ())]
+    zero = graph.new_node(f"{node.name}/zero", "Empty", [shape], attrs=attrs, device=node.device, outputs=outputs)
+    node.inputs[1] = zero.out()
 
 
+@dataclasses.dataclass(frozen=True)
 class DelayOptimizerOps(EdgePass):
     """Lets each large value of the update that depends on variables alone wait for its gradient.
 
     Does what `DelayEarlyOps` does, for the update alone and in one walk: the planner runs it for every plan it tries.
+
+    Attributes:
+        analysis: Analysis of the step without tile loops.
     """
 
-    def __init__(self, analysis: GraphAnalysis) -> None:
-        """Prepare the pass; `analysis` is that of the step without tile loops."""
-        self.analysis = analysis
+    analysis: GraphAnalysis
 
     def edges(self, graph: Graph) -> Iterator[ControlEdge]:
         """Yield one edge for each op that is delayed."""
         order = graph.execution_order()
         position = {node: index for index, node in enumerate(order)}
-        data, consumers, successors = data_dependent_nodes(graph, order), graph.consumers(), _successors(order)
+        data, consumers, (_, successors) = data_dependent_nodes(graph, order), graph.consumers(), graph.dependencies()
         fixed = {node.name for node in summation_order.flattenable_sums(self.analysis)}
         early = [
             node
@@ -154,26 +151,24 @@ class EmittedLoop(NamedTuple):
     backward: bool
 
 
+@dataclasses.dataclass(frozen=True)
 class RunUpdatesBeforeLoops(EdgePass):
     """Lets each backward loop wait for updates whose gradients exist before it, and need no memory afterwards.
 
     Otherwise gradients and the optimizer's intermediate values occupy memory beside the loop, in some runs.
+
+    Attributes:
+        analysis: Analysis of the step without tile loops.
+        loops: All tile loops in the order in which they run.
     """
 
-    def __init__(self, analysis: GraphAnalysis, loops: Sequence[EmittedLoop]) -> None:
-        """Prepare the pass.
-
-        Args:
-            analysis: Analysis of the step without tile loops.
-            loops: All tile loops in the order in which they run.
-        """
-        self.analysis = analysis
-        self.loops = loops
+    analysis: GraphAnalysis
+    loops: Sequence[EmittedLoop]
 
     def edges(self, graph: Graph) -> Iterator[ControlEdge]:
         """Yield edges from updates to the starts of loops."""
         order = graph.execution_order()
-        update = set(_update_ops(order, _successors(order), self.analysis))
+        update = set(_update_ops(order, graph.dependencies()[1], self.analysis))
         number = {graph.nodes[loop.loop]: position for position, loop in enumerate(self.loops)}
         starts = {
             graph.nodes[loop.start]: (position, loop.device)
@@ -198,10 +193,7 @@ class RunUpdatesBeforeLoops(EdgePass):
 def _update_ops(order: Sequence[Node], successors: Mapping[Node, list[Node]], analysis: GraphAnalysis) -> list[Node]:
     """Return the ops whose results reach variables and results of the step alone, last one first.
 
-    Args:
-        order: Nodes of a graph with tile loops, in topological order.
-        successors: Nodes that wait for each node.
-        analysis: Analysis of the step without tile loops.
+    `order` and `successors` are those of a graph with tile loops, `analysis` that of the step without them.
     """
     forward = {node.name for node in analysis.data if node not in analysis.backward}
     update: dict[Node, None] = {}
@@ -209,14 +201,6 @@ def _update_ops(order: Sequence[Node], successors: Mapping[Node, list[Node]], an
         if node.op not in LOOPS and node.name not in forward and all(after in update for after in successors[node]):
             update[node] = None
     return list(update)
-
-
-def _successors(order: Iterable[Node]) -> dict[Node, list[Node]]:
-    result: dict[Node, list[Node]] = {node: [] for node in order}
-    for node in result:
-        for before in predecessors(node):
-            result[before].append(node)
-    return result
 
 
 def _is_large_value(node: Node) -> bool:
@@ -242,14 +226,13 @@ class _DelayPlanner:
         successors: Nodes that wait for each node, with the edges added so far.
     """
 
-    def __init__(self, analysis: GraphAnalysis, min_bytes: int, batch: int) -> None:
-        self.analysis = analysis
-        self.min_bytes = min_bytes
-        self.batch = batch
-        self.ready = earliest_forward_level(analysis)
+    def __init__(self, spec: DelayEarlyOps) -> None:
+        self.spec = spec
+        self.analysis = spec.analysis
+        self.ready = earliest_forward_level(spec.analysis)
         self.waits: dict[Node, Node] = {}
-        self.fixed = summation_order.flattenable_sums(analysis)
-        self.successors = _successors(analysis.order)
+        self.fixed = summation_order.flattenable_sums(spec.analysis)
+        _, self.successors = spec.analysis.graph.dependencies()
 
     def edges(self) -> Iterator[ControlEdge]:
         """Yield the edges to add."""
@@ -268,8 +251,9 @@ class _DelayPlanner:
             return None
         outputs = [node.out(index) for index in range(len(node.outputs))]
         readers = {reader for tensor in outputs for reader, _ in self.analysis.consumers.get(tensor, ())}
-        min_bytes = MIN_DELAYED_BYTES if self.ready[node] == NO_LEVEL else self.min_bytes
-        if not readers or self._num_bytes(outputs) < min(min_bytes, self.min_bytes):
+        min_bytes = MIN_DELAYED_BYTES if self.ready[node] == NO_LEVEL else self.spec.min_bytes
+        num_bytes = sum(tensor.num_bytes(self.spec.batch) for tensor in outputs)
+        if not readers or num_bytes < min(min_bytes, self.spec.min_bytes):
             return None
         if set(self.analysis.successors[node]) - readers:
             return None
@@ -290,9 +274,6 @@ class _DelayPlanner:
     def _last(self, nodes: list[Node]) -> Node | None:
         """Return the node that can run last."""
         return max(nodes, key=lambda node: (self.ready[node], self.analysis.position[node]), default=None)
-
-    def _num_bytes(self, outputs: list[Tensor]) -> int:
-        return sum(tensor.num_bytes(self.batch) for tensor in outputs)
 
     def _reaches(self, node: Node, target: Node) -> bool:
         """Return whether a path, added edges included, leads from one node to another.

@@ -17,7 +17,7 @@ from rewriters.analysis.autodiff_roles import reads_shape_only
 from rewriters.device.kernel_scratch import ConcurrencyGroup, is_conv_or_pool_grad, takes_memory
 from rewriters.device.merged_kernels import may_merge
 from rewriters.device.op_buffers import allocates, forwards_input_buffer, may_run_in_place
-from rewriters.ir.graph import Graph, Node, Tensor, predecessors
+from rewriters.ir.graph import Graph, Node, Tensor, ancestors, predecessors
 from rewriters.scheduling.control_edges import ControlEdge, EdgePass
 
 __all__: list[str] = []
@@ -26,31 +26,29 @@ MAX_VISITED_OPS = 100
 """Ops visited at most to estimate the memory that operands need."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SerializeLargeOps(EdgePass):
     """Brings ops that take or free much memory into one order, so that fewer of their results exist concurrently.
 
     The forward phase never waits for the backward phase. Shapes of activations that autodiff reads belong to the
     backward phase here.
+
+    Attributes:
+        backward: Names of the ops of the backward phase and the update.
+        fixed: Names of ops that must get no more control edges.
+        min_bytes: Bytes from which on an op is large.
+        batch: Batch size, where the graph leaves it open.
     """
 
-    def __init__(self, *, backward: Container[str], fixed: Container[str], min_bytes: int, batch: int) -> None:
-        """Prepare the pass.
-
-        Args:
-            backward: Names of the ops of the backward phase and the update.
-            fixed: Names of ops that must get no more control edges.
-            min_bytes: Bytes from which on an op is large.
-            batch: Batch size, where the graph leaves it open.
-        """
-        self.backward = backward
-        self.fixed = fixed
-        self.min_bytes = max(min_bytes, 1)
-        self.batch = batch
+    backward: Container[str]
+    fixed: Container[str]
+    min_bytes: int
+    batch: int
 
     def edges(self, graph: Graph) -> Iterator[ControlEdge]:
         """Yield edges between large ops."""
         chains: dict[tuple[str, bool], _OpChain] = collections.defaultdict(_OpChain)  # by device, and whether backward
-        consumers = graph.consumers()
+        consumers, min_bytes = graph.consumers(), max(self.min_bytes, 1)
         done: set[Node] = set()
         unordered: set[Node] = set()
         for node, moved_bytes, read_bytes in _MemoryOrder(graph, self.batch).run():
@@ -59,14 +57,14 @@ class SerializeLargeOps(EdgePass):
             if _takes_no_memory(node) or node.name in self.fixed:
                 continue
             device, phases = graph.device_of(node), (True,) if node.name in self.backward else (True, False)
-            if moved_bytes >= self.min_bytes:
+            if moved_bytes >= min_bytes:
                 chain = chains[device, phases[-1]]
                 before = [*chain.consumers, *([chain.last] if chain.last is not None else [])]
                 if node not in unordered:
                     yield from (ControlEdge(node, other) for other in before if other not in predecessors(node))
                 for phase in phases:
                     chains[device, phase] = _OpChain(node, list(before) if node in unordered else [])
-            elif read_bytes >= self.min_bytes:
+            elif read_bytes >= min_bytes:
                 for phase in phases:
                     chains[device, phase].consumers.append(node)
 
@@ -75,12 +73,15 @@ def _takes_no_memory(node: Node) -> bool:
     return forwards_input_buffer(node) or not node.inputs or node.op == "ReadVariableOp" or reads_shape_only(node)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SerializeScratchGroups(EdgePass):
-    """Runs ops whose kernels take much scratch memory one after another, in the executor's order on each device."""
+    """Runs ops whose kernels take much scratch memory one after another, in the executor's order on each device.
 
-    def __init__(self, *, fixed: Container[str] = ()) -> None:
-        """Prepare the pass; `fixed` are names of ops that must get no more control edges."""
-        self.fixed = fixed
+    Attributes:
+        fixed: Names of ops that must get no more control edges.
+    """
+
+    fixed: Container[str] = ()
 
     def edges(self, graph: Graph) -> Iterator[ControlEdge]:
         """Yield edges between those ops."""
@@ -96,10 +97,8 @@ class SerializeScratchGroups(EdgePass):
 def layer_gradient_edges(nodes: Iterable[Node]) -> Iterator[ControlEdge]:
     """Yield edges by which the gradients of each layer wait for those of the layer differentiated before it.
 
-    Otherwise gradients of inputs run ahead of gradients of filters, whose operands then occupy memory.
-
-    Args:
-        nodes: Ops that a device runs one after another, in a possible order.
+    Otherwise gradients of inputs run ahead of gradients of filters, whose operands then occupy memory. `nodes` are ops
+    that a device runs one after another, in a possible order.
     """
     group: ConcurrencyGroup[Node] = ConcurrencyGroup(is_conv_or_pool_grad)
     for node in nodes:
@@ -123,12 +122,8 @@ def _fusion_group(
         consumer = reads[0][0]
         if not may_merge(node, consumer):
             break
-        stack = [consumer]
-        while stack:
-            current = stack.pop()
-            if current not in group and current not in done:
-                group.add(current)
-                stack.extend(predecessors(current))
+        if consumer not in done:
+            group |= ancestors([consumer], lambda other: [b for b in predecessors(other) if b not in done])
         node = consumer
     return group
 
@@ -163,16 +158,9 @@ class _MemoryOrder:
     """Order of ops: depth first from the last ops; an op that frees memory runs as soon as it can."""
 
     def __init__(self, graph: Graph, batch: int) -> None:
-        self._graph = graph
         self._batch = batch
         self._rank = {node: number for number, node in enumerate(graph.execution_order())}
-        self._after: dict[Node, list[Node]] = {node: [] for node in self._rank}
-        self._waiting: dict[Node, int] = {}
-        for node in self._rank:
-            before = dict.fromkeys(predecessors(node))
-            self._waiting[node] = len(before)
-            for other in before:
-                self._after[other].append(node)
+        self._waiting, self._after = graph.dependencies()
         self._num_bytes: dict[Tensor, int] = {}
         self._allocated: dict[Node, int] = {}
         self._read_buffers: dict[Node, list[Tensor]] = {}

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Iterator
 
-from rewriters.ir.graph import Graph, Node, ancestors
+from rewriters.ir.graph import Graph, ancestors
 from rewriters.ir.region_reads import region_reads
 from rewriters.scheduling.control_edges import ControlEdge, EdgePass
 
 __all__: list[str] = []
 
 
+@dataclasses.dataclass(frozen=True)
 class RunUpdatesAfterReads(EdgePass):
-    """Lets each assignment wait for the tile loops that read files, and for whole images that are read."""
+    """Lets each assignment wait for the tile loops that read files, and for whole images that are read.
 
-    def __init__(self, loops: Collection[str]) -> None:
-        """Prepare the pass; `loops` are the names of the loops that read files."""
-        self.loops = loops
+    Attributes:
+        loops: Names of the loops that read files.
+    """
+
+    loops: Collection[str]
 
     def edges(self, graph: Graph) -> Iterator[ControlEdge]:
         """Yield edges from reads to assignments, but not to those on which a read depends, such as of a random seed."""
         reads = [*(graph.nodes[name] for name in self.loops), *region_reads(graph)]
         before = ancestors(reads)
         for node in graph.nodes.values():
-            if _assigns(node) and node not in before:
+            if node.stateful and not node.outputs and node not in before:
                 for read in reads:
                     yield ControlEdge(node, read)
-
-
-def _assigns(node: Node) -> bool:
-    return node.stateful and not node.outputs

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from rewriters.device.loop_lists import loop_facts
 from rewriters.ir.graph import LOOPS, Graph, Node, Tensor, predecessors
 from rewriters.ir.loop_bodies import add_body, function_reads, readers_of, source_of
-from rewriters.ir.static_values import int_constant, type_attr
+from rewriters.ir.static_values import add_constant, op_attrs
 from rewriters.swapping.tiers import Tier
 
 __all__: list[str] = []
@@ -61,10 +60,7 @@ def is_filled_by_loop(tensor: Tensor) -> bool:
 def saved_list(graph: Graph, tensor: Tensor, consumers: Consumers) -> SavedList | str:
     """Return a list that can be swapped element by element, or the reason why it cannot.
 
-    Args:
-        graph: Graph of the step.
-        tensor: A list for which `is_filled_by_loop` holds.
-        consumers: Consumers of the tensors of the graph.
+    `is_filled_by_loop` holds for the tensor.
     """
     loop, index = tensor
     created = loop.inputs[index]
@@ -109,18 +105,12 @@ def _only_changed_by(body: Graph, index: int, change: Node) -> bool:
 
 
 def swap_lists(new: Graph, lists: Sequence[SavedList], tier: Tier) -> None:
-    """Swap the elements of lists that one loop fills and one loop empties.
-
-    Args:
-        new: Graph that is edited, a copy of that in which the lists were found.
-        lists: The lists.
-        tier: Place of the elements.
-    """
+    """Swap the elements of lists that one loop fills and one loop empties, in a copy of the graph that has them."""
     loop, reader = new.nodes[lists[0].tensor.node.name], new.nodes[lists[0].reader.name]
     name = f"lms/{loop.name}"
     created = loop.inputs[lists[0].tensor.index].node
-    created.attrs = {**created.attrs, "element_dtype": type_attr(tf.int64)}
-    created.inputs[0] = int_constant(new, f"{name}/element_shape", (), tf.int32).out()
+    created.attrs = {**created.attrs, **op_attrs(element_dtype=tf.int64)}
+    created.inputs[0] = add_constant(new, f"{name}/element_shape", (), tf.int32)
     _set_body(new, loop, _swapping_out(loop, lists, tier, f"{name}/swap_out"), tier)
     _set_body(new, reader, _swapping_in(reader, lists, tier, f"{name}/swap_in"), tier)
     # TensorFlow begins a loop when its first operand exists: elements would be swapped in during the forward pass.
@@ -134,7 +124,7 @@ def _swapping_out(loop: Node, lists: Sequence[SavedList], tier: Tier, name: str)
     first, *others = (body.nodes[saved.push.name] for saved in lists)
     elements = [body.nodes[saved.push.name].inputs[1] for saved in lists]
     first.inputs[1] = tier.swap_out_elements(body, elements, name)
-    first.attrs = {**first.attrs, "element_dtype": type_attr(tf.int64)}
+    first.attrs = {**first.attrs, **op_attrs(element_dtype=tf.int64)}
     _replace(body, {push.out(): push.inputs[0] for push in others}, first)
     return body
 
@@ -144,15 +134,14 @@ def _swapping_in(reader: Node, lists: Sequence[SavedList], tier: Tier, name: str
     assert reader.loop is not None and reader.loop.body is not None
     body = reader.loop.body.copy()
     pops = [body.nodes[saved.pop.name] for saved in lists]
-    number = Node(
-        body.unique_name(f"{name}/number"),
+    number = body.new_node(
+        f"{name}/number",
         "TensorListPopBack",
-        [pops[0].inputs[0], int_constant(body, f"{name}/element_shape", (), tf.int32).out()],
-        attrs={**pops[0].attrs, "element_dtype": type_attr(tf.int64)},
+        [pops[0].inputs[0], add_constant(body, f"{name}/element_shape", (), tf.int32)],
+        attrs={**pops[0].attrs, **op_attrs(element_dtype=tf.int64)},
         device=pops[0].device,
         outputs=[pops[0].outputs[0], (tf.int64, ())],
     )
-    body.add(number)
     copies = tier.swap_in_elements(
         body, number.out(1), [_element(saved, pop) for saved, pop in zip(lists, pops, strict=True)], name
     )
@@ -183,15 +172,9 @@ def _set_body(graph: Graph, loop: Node, body: Graph, tier: Tier) -> None:
     assert loop.loop is not None
     if not tier.is_skeleton:
         added = add_body(graph, body, f"{loop.attrs['body'].func.name}_swapped")
-        loop.attrs = {**loop.attrs, "body": _function_attr(added)}
+        loop.attrs = {**loop.attrs, "body": tf.compat.v1.AttrValue(func=tf.compat.v1.NameAttrList(name=added))}
     loop.op = "While"
-    loop.attrs = {**loop.attrs, "parallel_iterations": tf.compat.v1.AttrValue(i=1)}
+    loop.attrs = {**loop.attrs, **op_attrs(parallel_iterations=1)}
     if not loop.variable_handles:  # A loop that reads a variable waits for earlier writes, as of the step before.
         graph.unordered.add(loop.name)
     loop.loop = loop_facts(loop, body, loop.loop.lengths)
-
-
-def _function_attr(name: str) -> Any:
-    attr = tf.compat.v1.AttrValue()
-    attr.func.name = name
-    return attr

@@ -9,6 +9,7 @@ then saved for its other consumers alone, and the workspace for none.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 from rewriters.analysis.graph_analysis import GraphAnalysis
@@ -21,12 +22,15 @@ __all__: list[str] = []
 _INPUT, _OUTPUT, _GRADIENT = range(3)
 
 
+@dataclasses.dataclass(frozen=True)
 class RecomputePooling(GraphPass[PassResult]):
-    """Gives each gradient of a max-pooling a pooling of its own, which waits for the incoming gradient."""
+    """Gives each gradient of a max-pooling a pooling of its own, which waits for the incoming gradient.
 
-    def __init__(self, analyse: Callable[[Graph], GraphAnalysis]) -> None:
-        """Prepare the pass; `analyse` returns the analysis of a graph."""
-        self.analyse = analyse
+    Attributes:
+        analyse: Returns the analysis of a graph.
+    """
+
+    analyse: Callable[[Graph], GraphAnalysis]
 
     def call(self, graph: Graph) -> PassResult:
         """Add the poolings."""
@@ -51,17 +55,16 @@ def _recompute(graph: Graph, gradient: Node) -> None:
     pool = forward_pool_of(gradient)
     assert pool is not None
     waits = [*pool.control_inputs, gradient.inputs[_GRADIENT].node]
-    name = graph.unique_name(recomputed_pool_name(gradient))
-    copy = Node(
-        name,
+    copy = graph.new_node(
+        recomputed_pool_name(gradient),
         pool.op,
         [gradient.inputs[_INPUT]],
         control_inputs=waits,
         attrs=pool.attrs,
         device=gradient.device,
-        outputs=list(pool.outputs),
+        outputs=pool.outputs,
     )
-    gradient.inputs = [*gradient.inputs[:_OUTPUT], graph.add(copy).out(), *gradient.inputs[_OUTPUT + 1 :]]
+    gradient.inputs = [*gradient.inputs[:_OUTPUT], copy.out(), *gradient.inputs[_OUTPUT + 1 :]]
 
 
 def forward_pool_of(node: Node) -> Node | None:

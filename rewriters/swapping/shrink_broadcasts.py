@@ -11,6 +11,7 @@ other readers of the operands.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -37,12 +38,15 @@ class _Small(NamedTuple):
     shape: tuple[Any, ...]
 
 
+@dataclasses.dataclass(frozen=True)
 class ShrinkBroadcasts(GraphPass[PassResult]):
-    """Lets elementwise ops read the sources of broadcast operands, so that no broadcast copy is saved."""
+    """Lets elementwise ops read the sources of broadcast operands, so that no broadcast copy is saved.
 
-    def __init__(self, analyse: Callable[[Graph], GraphAnalysis]) -> None:
-        """Prepare the pass; `analyse` returns the analysis of a graph."""
-        self.analyse = analyse
+    Attributes:
+        analyse: Returns the analysis of a graph.
+    """
+
+    analyse: Callable[[Graph], GraphAnalysis]
 
     def call(self, graph: Graph) -> PassResult:
         """Rewrite elementwise ops, and drop the copies that no op reads any more."""
@@ -164,19 +168,16 @@ class _BroadcastShrinker:
         shape = self._broadcast_shape(operands)
         assert shape is not None
         static = tuple(size if isinstance(size, int) else None for size in shape)
-        controls = [self.graph.nodes[before.name] for before in node.control_inputs]
-        name = self.graph.unique_name(f"{node.name}/small")
-        inputs = [operand.tensor for operand in operands]
-        new = Node(
-            name,
+        new = self.graph.new_node(
+            f"{node.name}/small",
             op,
-            inputs,
-            control_inputs=controls,
+            [operand.tensor for operand in operands],
+            control_inputs=[self.graph.nodes[before.name] for before in node.control_inputs],
             attrs=attrs,
             device=node.device,
             outputs=[(node.outputs[0][0], static)],
         )
-        return _Small(self.graph.add(new).out(), shape)
+        return _Small(new.out(), shape)
 
     def _broadcast_shape(self, operands: Sequence[_Small]) -> tuple[Any, ...] | None:
         """Return the shape that operands broadcast to; `None` if it is unknown."""

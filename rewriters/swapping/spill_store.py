@@ -30,11 +30,7 @@ _FULL_DISK = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
 
 
 def reason_unsupported(page_cache: bool = True) -> str:
-    """Return why this system cannot write spill files and read them back; empty if it can.
-
-    Args:
-        page_cache: As for `SpillStore`.
-    """
+    """Return why this system cannot write spill files and read them back; empty if it can."""
     if not all(hasattr(os, name) for name in ("pwrite", "pread")):
         return "it needs `os.pwrite` and `os.pread` (Linux or macOS)"
     if not page_cache and not all(hasattr(os, name) for name in ("fdatasync", "posix_fadvise")):
@@ -127,9 +123,9 @@ class SpillStore:
         self._copies: list[tuple[weakref.ref[np.ndarray], int]] = []
         weakref.finalize(self, _close_all, self._held, self._free, self._shared_file)
         self._numbers = itertools.count(1)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._peak = 0
-        self._allocated: Callable[[], int] = _nothing
+        self._allocated: Callable[[], int] = lambda: 0
 
     def write(self, array: np.ndarray, reads: int, name: str) -> int:
         """Write an array that will be read `reads` times to a file of its own, and return its number.
@@ -176,7 +172,7 @@ class SpillStore:
     def _place(self, size: int) -> tuple[IO[bytes], int]:
         """Return the shared file, and a position in it that no record uses."""
         with self._lock:
-            self._record_peak()
+            self.record_peak()
             if not self._shared_file:
                 self._shared_file.append(tempfile.TemporaryFile(dir=self.directory, buffering=0))
                 self._shared_end = 0
@@ -189,7 +185,7 @@ class SpillStore:
     def _file(self, size: int) -> IO[bytes]:
         """Return a file whose array has been read, preferably of the given size, or else a new file."""
         with self._lock:
-            self._record_peak()
+            self.record_peak()
             # A file of another size is better than none: batches of many sizes would leave files of each size.
             free = next((files for files in (self._free.get(size), *self._free.values()) if files), None)
             if free:
@@ -226,7 +222,7 @@ class SpillStore:
                 f"Swapping in from {self.directory!r} failed: {error}. Pass another directory as `spill_dir=`."
             ) from None
         with self._lock:
-            self._record_peak()
+            self.record_peak()
             self._copies.append((weakref.ref(memory), held.num_bytes))
             held.reads -= 1
             if not held.reads:
@@ -243,48 +239,28 @@ class SpillStore:
             self._shared.setdefault(held.num_bytes, []).append(held.begin)
 
     def record_peak(self) -> None:
-        """Record how many bytes are in memory, before some of them are freed."""
+        """Record how many bytes are in memory, before that number changes."""
         with self._lock:
-            self._record_peak()
-
-    def _record_peak(self) -> None:
-        """Record how many bytes are in memory; the caller holds the lock and is about to change that number."""
-        self._copies = [(memory, size) for memory, size in self._copies if memory() is not None]
-        self._peak = max(self._peak, sum(size for _, size in self._copies) + self._allocated())
+            self._copies = [(memory, size) for memory, size in self._copies if memory() is not None]
+            self._peak = max(self._peak, sum(size for _, size in self._copies) + self._allocated())
 
     def reset_peak(self, allocated: Callable[[], int] | None = None) -> None:
-        """Start a new measurement of `peak_bytes`.
-
-        Args:
-            allocated: Function that returns the peak of the device's allocator since its last call.
-        """
+        """Start a new measurement of `peak_bytes`; `allocated` returns the allocator's peak since its last call."""
         with self._lock:
-            self._allocated = allocated or _nothing
+            self._allocated = allocated or (lambda: 0)
             self._peak = 0
-            self._record_peak()
+            self.record_peak()
 
     def peak_bytes(self) -> int:
         """Return the peak of the bytes of arrays that were read plus the bytes of the allocator."""
-        with self._lock:
-            self._record_peak()
-            return self._peak
+        self.record_peak()
+        return self._peak
 
     def clear(self) -> None:
         """Close all files: those of a step that failed, and those that the next step would overwrite."""
         with self._lock:
             _close_all(self._held, self._free, self._shared_file)
             self._shared.clear()
-
-    def num_unread(self) -> int:
-        """Return the number of records that have reads to come."""
-        return len(self._held)
-
-    def file_bytes(self) -> int:
-        """Return the bytes of all open files, those that the next step overwrites included."""
-        with self._lock:
-            held = {record.file for record in self._held.values()}
-            files = held.union(self._shared_file, *self._free.values())
-            return sum(os.fstat(file.fileno()).st_size for file in files)
 
     def free_bytes(self) -> int:
         """Return the free bytes of the directory's file system."""
@@ -309,10 +285,6 @@ def write_problem(directory: str, action: str, needed: int, error: OSError) -> s
         free = str(shutil.disk_usage(directory).free)
     problem = "is full" if error.errno in _FULL_DISK else f"cannot be written: {error.strerror}"
     return f"The disk of {directory!r} {problem}. {action} needs {needed} bytes, {free} are free."
-
-
-def _nothing() -> int:
-    return 0
 
 
 def _layout(arrays: Sequence[np.ndarray]) -> tuple[tuple[_Part, ...], int]:

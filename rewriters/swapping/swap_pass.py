@@ -106,10 +106,7 @@ class SwapPlan:
 def without_copies(graph: Graph, scopes: tuple[str, ...] = (), forward: Container[str] = ()) -> GraphAnalysis:
     """Return the analysis of a graph without broadcast copies, in which gradients of max-poolings recompute these.
 
-    Args:
-        graph: Graph of the step, which may contain tile loops.
-        scopes: Scopes of ops that belong to the backward phase, as for `GraphAnalysis`.
-        forward: Names of ops that belong to the forward phase, as for `GraphAnalysis`.
+    The graph may contain tile loops. `scopes` and `forward` as for `GraphAnalysis`.
     """
     latest: GraphAnalysis | None = None
 
@@ -125,14 +122,9 @@ def without_copies(graph: Graph, scopes: tuple[str, ...] = (), forward: Containe
 def in_swap_order(
     analysis: GraphAnalysis, min_bytes: int, batch: int, scopes: tuple[str, ...] = (), forward: Container[str] = ()
 ) -> GraphAnalysis:
-    """Return the analysis of a graph without early or concurrent large ops.
+    """Return the analysis of a graph, as `without_copies` returns it, without early or concurrent large ops.
 
-    Args:
-        analysis: Analysis that `without_copies` returned.
-        min_bytes: Size from which on results are delayed and brought into one order.
-        batch: Batch size, where the graph leaves it open.
-        scopes: As for `without_copies`.
-        forward: As for `without_copies`.
+    Results of at least `min_bytes` are delayed and ordered. `scopes` and `forward` as for `GraphAnalysis`.
     """
     backward = {node.name for node in analysis.backward}
     exchanged = after_exchanges(analysis)
@@ -169,7 +161,7 @@ def plan_swaps(analysis: GraphAnalysis, options: SwapOptions, batch: int, times:
     """Select tensors to swap, their swap-ins and control ops.
 
     Args:
-        analysis: Analysis that `prepare_for_swapping` returned.
+        analysis: Analysis that `in_swap_order` returned.
         options: Parameters of the selection.
         batch: Batch size, where the graph leaves it open.
         times: Times from which leads within `options.lb` and `options.ub` are chosen. By default all leads are as
@@ -354,26 +346,25 @@ class SwapResult(PassResult):
     swap_ins: tuple[Node, ...] = ()
 
 
+@dataclasses.dataclass(frozen=True)
 class InsertSwaps(GraphPass[SwapResult]):
-    """Adds swap-outs, swap-ins that wait for a trigger, and releases of the copies; bounds the swap-outs in flight."""
+    """Adds swap-outs, swap-ins that wait for a trigger, and releases of the copies; bounds the swap-outs in flight.
+
+    Attributes:
+        analysis: Analysis of the graph, for which the swaps were planned.
+        swaps: Swaps to add.
+        tier: Place of the swapped tensors.
+        max_in_flight: Swap-outs that may be under way at a time. Further tensors are not computed before one of them
+            has ended.
+    """
 
     new_stateful_ops = frozenset(("PyFunc", "While"))
     stage = Stage.SWAPPED
 
-    def __init__(self, analysis: GraphAnalysis, swaps: Sequence[Swap], *, tier: Tier, max_in_flight: int) -> None:
-        """Prepare the pass.
-
-        Args:
-            analysis: Analysis of the graph, for which the swaps were planned.
-            swaps: Swaps to add.
-            tier: Place of the swapped tensors.
-            max_in_flight: Swap-outs that may be under way at a time. Further tensors are not computed before one of
-                them has ended.
-        """
-        self.analysis = analysis
-        self.swaps = swaps
-        self.tier = tier
-        self.max_in_flight = max_in_flight
+    analysis: GraphAnalysis
+    swaps: Sequence[Swap]
+    tier: Tier
+    max_in_flight: int
 
     def requires(self, graph: Graph) -> None:
         """Check that the swaps were planned for the graph."""
@@ -429,7 +420,7 @@ class InsertSwaps(GraphPass[SwapResult]):
             num_nodes = len(new.nodes)
             swap_lists(new, lists, self.tier)
             self.tier.release(new, new.unique_name(f"lms/{loop.name}/given_back"), [new.nodes[reader.name]])
-            self._set_metadata(new, num_nodes, reader)
+            _set_metadata(new, num_nodes, reader)
             producer = new.nodes[loop.name]
             outs.append(_SwapOut(self.analysis.level[loop], producer, producer, merged=True))
         return outs
@@ -441,7 +432,7 @@ class InsertSwaps(GraphPass[SwapResult]):
         num_nodes = len(new.nodes)
         prefix = f"lms/{source.node.name}" + (f"_{source.index}" if source.index else "")
         swapped = tier.swap_out(new, source, new.unique_name(f"{prefix}/swap_out"), len(swap.swap_ins))
-        self._set_metadata(new, num_nodes, source.node)
+        _set_metadata(new, num_nodes, source.node)
         out = _SwapOut(self.analysis.level[swap.tensor.node], source.node, swapped.node, swap.merged)
         chains: list[_SwapInChain] = []
         for number, swap_in in enumerate(swap.swap_ins):
@@ -454,19 +445,19 @@ class InsertSwaps(GraphPass[SwapResult]):
                 node.inputs = [copy if t == source else t for t in node.inputs]
             release = tier.release(new, new.unique_name(f"{prefix}/given_back_{number}"), readers)
             chains.append(_SwapInChain(new.nodes[name], swap_in, release))
-            self._set_metadata(new, num_nodes, readers[0])
+            _set_metadata(new, num_nodes, readers[0])
         return out, chains
 
-    @staticmethod
-    def _set_metadata(graph: Graph, num_nodes: int, like: Node) -> None:
-        """Give the nodes, but constants, that were added after the first `num_nodes` the metadata of another one."""
-        for node in itertools.islice(graph.nodes.values(), num_nodes, None):
-            node.metadata = like.metadata if node.op != "Const" else node.metadata
+
+def _set_metadata(graph: Graph, num_nodes: int, like: Node) -> None:
+    """Give the nodes, but constants, that were added after the first `num_nodes` the metadata of another one."""
+    for node in itertools.islice(graph.nodes.values(), num_nodes, None):
+        node.metadata = like.metadata if node.op != "Const" else node.metadata
 
 
 def insert_swaps(analysis: GraphAnalysis, swaps: Sequence[Swap], tier: Tier, max_in_flight: int) -> SwapResult:
     """Run `InsertSwaps` on the analysed graph."""
-    return run_pass(InsertSwaps(analysis, swaps, tier=tier, max_in_flight=max_in_flight), analysis.graph)
+    return run_pass(InsertSwaps(analysis, swaps, tier, max_in_flight), analysis.graph)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -502,13 +493,7 @@ class _SwapInChain:
 
 
 def _add_unless_cyclic(graph: Graph, edges: Iterable[ControlEdge], is_acyclic: bool) -> None:
-    """Add edges that only lower the peak; remove all of them if they close a cycle of merged ops.
-
-    Args:
-        graph: The graph, which is edited.
-        edges: The edges.
-        is_acyclic: Whether the graph has no such cycle without them.
-    """
+    """Add edges that only lower the peak; remove all of them if they close the first cycle of merged ops."""
     edges = list(edges)
     for edge in edges:
         edge.node.control_inputs.append(edge.before)
@@ -549,23 +534,18 @@ def _wait_for_releases(chains: list[_SwapInChain], level: Mapping[Node, int]) ->
             for release, readers in waiting.items()
             if max(level[reader] for reader in readers) <= level[control]
         }
-        lowest = min((level[reader] for readers in ended.values() for reader in readers), default=0)
-        passed = _ancestors(control, level, lowest) if ended else set()
+        if not ended:
+            continue
+        lowest = min(level[reader] for readers in ended.values() for reader in readers)
+
+        def late(node: Node, lowest: int = lowest) -> list[Node]:
+            return [before for before in predecessors(node) if level[before] >= lowest]
+
+        passed = ancestors([control], late)
         for release in [release for release, readers in ended.items() if passed.issuperset(readers)]:
             del waiting[release]
             for start in starts[control]:
                 yield ControlEdge(start, release)
-
-
-def _ancestors(node: Node, level: Mapping[Node, int], lowest: int) -> set[Node]:
-    """Return a node and its ancestors from a level on."""
-    result, stack = {node}, [node]
-    while stack:
-        for before in predecessors(stack.pop()):
-            if before not in result and level[before] >= lowest:
-                result.add(before)
-                stack.append(before)
-    return result
 
 
 def _run_updates_last(graph: Graph, outs: list[_SwapOut], updates: Mapping[Node, int]) -> None:

@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from rewriters.ir.graph import Graph, Node, predecessors
+from rewriters.ir.graph import Graph, Node
 
 __all__: list[str] = []
 
@@ -82,13 +82,7 @@ def simulate(
             ops that have been launched (tensorflow/core/common_runtime/gpu/gpu_util.cc), and a swap-in starts when its
             trigger has ended.
     """
-    waiting: dict[Node, int] = {}
-    after: dict[Node, list[Node]] = {node: [] for node in graph.nodes.values()}
-    for node in graph.nodes.values():
-        before = predecessors(node)
-        waiting[node] = len(before)
-        for other in before:
-            after[other].append(node)
+    waiting, after = graph.dependencies()
     begins: dict[Node, float] = {}
     ends: dict[Node, float] = {}
     free = dict.fromkeys(_Lane, 0.0)
@@ -183,8 +177,7 @@ class LeadPlanner:
     def latest_starts(self, lead: float) -> dict[Fetch, float]:
         """Return the time at which each swap-in has to start, so that neither its consumer nor a later one waits.
 
-        Args:
-            lead: Multiple of the smallest sufficient lead.
+        `lead` is a multiple of the smallest sufficient lead.
         """
         starts: dict[Fetch, float] = {}
         link = math.inf

@@ -46,10 +46,7 @@ class TriggerSearch:
         self._backward = backward
         self._fixed = fixed
         self._order = {node: index for index, node in enumerate(self.level)}
-        self._successors: dict[Node, list[Node]] = {node: [] for node in self.level}
-        for node in self.level:
-            for before in dict.fromkeys(predecessors(node)):
-                self._successors[before].append(node)
+        _, self._successors = graph.dependencies()
         self._readers: dict[Node, list[Node]] = {node: [] for node in self.level}
         for node in self.level:
             for before in dict.fromkeys(tensor.node for tensor in node.inputs):

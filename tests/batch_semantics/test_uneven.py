@@ -20,6 +20,7 @@ from pipelined import (
     tiles,
     train_step,
 )
+from swapping import file_bytes, num_unread
 
 import tflms_sft
 from rewriters.errors import PipelineError
@@ -138,11 +139,11 @@ def test_tiles_and_swaps_in_stages_with_uneven_batches_equal_original_step():
     assert len(rewritten.plan.segments) >= 2 and len(rewritten.plan.swaps) >= 2
     stores = [tier.store for tier in rewritten.tiers]
     assert len(stores) == 2
-    assert all(store.num_unread() == 0 < store.file_bytes() for store in stores)
+    assert all(num_unread(store) == 0 < file_bytes(store) for store in stores)
     (x, y), _, _ = data
     with pytest.raises(tf.errors.InvalidArgumentError, match="have the same leading size"):
         rewritten(x, y[:4])
-    assert all(store.num_unread() == store.file_bytes() == 0 for store in stores)
+    assert all(num_unread(store) == file_bytes(store) == 0 for store in stores)
 
 
 def test_step_with_input_signature_equals_original_step():

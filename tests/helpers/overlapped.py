@@ -70,7 +70,7 @@ class SleepingTier(tiers.HostTier):
             return tf.ensure_shape(result, operand.shape)
 
         results = [(operand.shape, operand.dtype)]
-        (copy,), calls = tiers._spliced(graph, name, call, [operand], results, controls, self.references)
+        (copy,), calls = self._spliced(graph, name, call, [operand], results, controls)
         self.operations.extend(calls)
         return copy
 

@@ -1,6 +1,7 @@
 """Steps with swaps, and a comparison of their bits with those of the original step; a helper, no test."""
 
 import dataclasses
+import os
 
 import numpy as np
 import tensorflow as tf
@@ -41,3 +42,14 @@ def same_bits(step, function):
     want, got = step.run(step.concrete_fn), step.run(function)
     assert list(want) == list(got)
     return all(np.array_equal(got[name], want[name]) for name in want)
+
+
+def num_unread(store):
+    """Return the number of records of a spill store that have reads to come."""
+    return len(store._held)
+
+
+def file_bytes(store):
+    """Return the bytes of all open files of a spill store, those that the next step overwrites included."""
+    files = {record.file for record in store._held.values()}.union(store._shared_file, *store._free.values())
+    return sum(os.fstat(file.fileno()).st_size for file in files)

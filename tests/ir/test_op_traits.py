@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from tensorflow.python.framework import op_def_registry
 
+from rewriters.ir import op_traits
 from rewriters.ir.op_traits import OP_TRAITS, Trait, has_own_leading_size, is_random, ops_with, traits_of
 from rewriters.rules import catalogue
 from rewriters.rules.elementwise import Additive, LinearIn, Pointwise
@@ -64,6 +65,10 @@ def test_op_traits_table_holds_registered_ops_only():
     assert [op_type for op_type in OP_TRAITS if op_def_registry.get(op_type) is None] == []
     forward_ops = {traits.gradient_of for traits in OP_TRAITS.values()} - {None}
     assert [op_type for op_type in forward_ops if op_def_registry.get(op_type) is None] == []
+
+
+def test_op_traits_has_one_row_for_each_op_type():
+    assert len(OP_TRAITS) == sum(len(op_types.split()) for op_types, _ in op_traits._ROWS)
 
 
 def test_op_traits_operand_positions_exist():

@@ -20,8 +20,8 @@ import tflms_sft
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize import canonicalize
 from rewriters.errors import PipelineError
-from rewriters.pipelining.micro_batch_reduction import BatchGrowth
-from rewriters.pipelining.micro_batch_unroll import UnrollSpec, unroll_micro_batches
+from rewriters.pipelining.micro_batch_reduction import BatchGrowth, UnrollSpec
+from rewriters.pipelining.micro_batch_unroll import unroll_micro_batches
 from rewriters.pipelining.step_partition import EffectHints, split_step
 from tflms_sft import PipelineParams
 

@@ -32,9 +32,9 @@ from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize import canonicalize
 from rewriters.errors import PipelineError
 from rewriters.ir.graph import predecessors
+from rewriters.ir.graph_pass import run_pass
 from rewriters.pipelining import pipeline_pass
-from rewriters.pipelining.micro_batch_reduction import BatchGrowth
-from rewriters.pipelining.micro_batch_unroll import UnrollSpec
+from rewriters.pipelining.micro_batch_reduction import BatchGrowth, UnrollSpec
 from rewriters.pipelining.schedule_simulator import simulate
 from rewriters.pipelining.schedules import Direction, Schedule, Slot, make
 from rewriters.pipelining.stage_assignment import assign_stages
@@ -146,9 +146,15 @@ def piped(schedule, skip=False, optimizer="momentum", deep=False):
     growth = lambda tensor: rows if tensor.shape[:1] == (2,) else one  # noqa: E731
     request = UnrollSpec(schedule.micro_batches, growth, lambda tensor: True)
     devices = pipeline_pass.Devices([f"/device:CPU:{number}" for number in range(schedule.num_devices)], {})
-    return pipeline_pass.pipeline(
-        analysis, split_step(analysis, [0, 1]), stages=stages, request=request, schedule=schedule, devices=devices
+    pipelining = pipeline_pass.PipelinePass(
+        analysis=analysis,
+        parts=split_step(analysis, [0, 1]),
+        stages=stages,
+        request=request,
+        schedule=schedule,
+        devices=devices,
     )
+    return run_pass(pipelining, analysis.graph)
 
 
 @pytest.mark.parametrize("skip", [False, True])

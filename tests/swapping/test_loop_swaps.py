@@ -21,7 +21,7 @@ from loops import (
     twice_step,
     while_step,
 )
-from swapping import swapped
+from swapping import file_bytes, num_unread, swapped
 
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize.canonicalize import read_canonical
@@ -109,12 +109,12 @@ def test_swapped_loop_several_steps_leave_no_records(tmp_path):
     step = loop_step("stacked", steps=1)
     result = swapped(step, tier)
     step.run(result.function)
-    size = tier.store.file_bytes()
+    size = file_bytes(tier.store)
     for _ in range(3):
         step.run(result.function)
     # TensorFlow may hold the arrays of the last iterations until it calls Python again.
-    assert 0 < tier.store.file_bytes() <= 2 * size and os.listdir(tmp_path) == []
-    assert tier.store.num_unread() == 0
+    assert 0 < file_bytes(tier.store) <= 2 * size and os.listdir(tmp_path) == []
+    assert num_unread(tier.store) == 0
 
 
 def test_swapped_loop_full_disk_leaves_variables_unchanged(tmp_path, monkeypatch):
@@ -137,7 +137,7 @@ def test_swapped_loop_full_disk_leaves_variables_unchanged(tmp_path, monkeypatch
     monkeypatch.setattr("os.pwrite", real)
     assert all(np.array_equal(np.array(v), old) for v, old in zip(step.variables, before, strict=True))
     tier.clear()
-    assert tier.store.num_unread() == tier.store.file_bytes() == 0
+    assert num_unread(tier.store) == file_bytes(tier.store) == 0
     got = step.run(result.function)
     assert all(np.array_equal(got[name], want[name]) for name in want)
 
@@ -157,7 +157,7 @@ def test_write_record_read_records_give_their_place_away(tmp_path):
     for _ in range(3):
         for number in [store.write_record([np.ones(1000)], "x") for _ in range(4)]:
             store.read_record(number)
-    assert store.file_bytes() == 3 * 8192 + 8000
+    assert file_bytes(store) == 3 * 8192 + 8000
 
 
 def test_write_record_arrays_in_use_are_not_overwritten(tmp_path):

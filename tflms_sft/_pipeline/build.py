@@ -14,8 +14,9 @@ from rewriters.canonicalize.canonicalize import CanonicalMode
 from rewriters.emission.tile_pass import SegmentPlan
 from rewriters.errors import PipelineError
 from rewriters.ir.graph import Tensor
-from rewriters.pipelining import pipeline_pass
-from rewriters.pipelining.micro_batch_unroll import UnrollSpec
+from rewriters.ir.graph_pass import run_pass
+from rewriters.pipelining.micro_batch_reduction import UnrollSpec
+from rewriters.pipelining.pipeline_pass import Devices, PipelinePass, owner_device
 from rewriters.pipelining.schedules import Schedule
 from rewriters.pipelining.stage_assignment import Stages, assign_stages
 from rewriters.pipelining.stage_passes import StagedStep, with_tiles
@@ -138,10 +139,15 @@ def _built(traces: BatchTraces, chosen: RewriteRequest, params: PipelineParams) 
         gradients_are_means=params.loss_reduction == "mean",
         reductions=judgement.reductions,
     )
-    places = pipeline_pass.Devices(devices, where)
-    built = pipeline_pass.pipeline(
-        staged.analysis, staged.parts, stages=staged.stages, request=request, schedule=schedule, devices=places
+    pipelining = PipelinePass(
+        analysis=staged.analysis,
+        parts=staged.parts,
+        stages=staged.stages,
+        request=request,
+        schedule=schedule,
+        devices=Devices(devices, where),
     )
+    built = run_pass(pipelining, staged.analysis.graph)
     return Planned(traces, traced, inside, cuts, schedule, devices, built, where), judgement.notes
 
 
@@ -192,7 +198,7 @@ def _check_placement(
     names = variable_names(concrete_fn, analysis.graph)
     wrong = []
     for handle, stage in {**stages.owner, **stages.beside}.items():
-        wanted = devices[pipeline_pass.owner_device(schedule, stage)]
+        wanted = devices[owner_device(schedule, stage)]
         if (
             handle in where
             and handle not in parts.carried_variables
