@@ -27,16 +27,13 @@ from rewriters.step_importer import StepImporter
 from tflms_sft import LMSParams, Pipeline, PipelineParams
 from tflms_sft._pipeline import build
 
+pytestmark = pytest.mark.usefixtures("double_precision")
+
 TOLERANCE = 1e-12
 SWAPS = LMSParams(tier="disk", min_bytes=1)
 OPEN_ROWS = (tf.TensorSpec((None, 3), "float64"),)
 SIZES = 8, 6, 4, 3, 8, 1
 """Of batches that four micro-batches cut evenly or not; the last are fewer."""
-
-
-@pytest.fixture(autouse=True)
-def in_float64(fresh_keras):
-    keras.config.set_floatx("float64")
 
 
 @functools.cache

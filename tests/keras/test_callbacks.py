@@ -31,6 +31,8 @@ import tflms_sft
 from tflms_sft import SFT, BudgetError, MemoryBudget, SegmentSpec
 from tflms_sft._planner.traced_step import TracedStep
 
+pytestmark = pytest.mark.usefixtures("cached_plans")
+
 # The same results as plain training ------------------------------------------------------------------------
 
 
@@ -268,45 +270,22 @@ def measured_peaks(monkeypatch):
     return peaks
 
 
-def test_peak_line_has_measured_and_predicted_peak(capsys, measured_peaks):
-    measured_peaks.append(500 * 2**10)
-    callback = MemoryBudget(BUDGET)
-    net().fit(X, Y, batch_size=4, callbacks=[callback], **SETTINGS)
-    start, line = capsys.readouterr().out.splitlines()
-    assert start.endswith(", budget 700 KiB")
-    assert line.startswith("tflms-sft: measured peak 500 KiB in the first step, predicted ") and "OVER" not in line
-    assert callback.plan.measured.peak_bytes == 500 * 2**10
-
-
-def test_peak_line_of_small_tensors_names_the_size_that_counts(capsys, measured_peaks, plan_with):
+def test_peak_line_has_measured_and_predicted_peak(capsys, measured_peaks, plan_with):
+    """If both are far apart, it names the size of tensors that count."""
     plan_with(min_counted_bytes=2**15)
     measured_peaks += [100 * 2**10, 690 * 2**10]
+    callback = MemoryBudget(BUDGET)
     for _ in range(2):
-        net().fit(X, Y, batch_size=4, callbacks=[MemoryBudget(BUDGET)], **SETTINGS)
-    _, low, _, near = capsys.readouterr().out.splitlines()
-    assert low.endswith("; this device does not count tensors below 32 KiB")
-    assert "does not count" not in near
+        net().fit(X, Y, batch_size=4, callbacks=[callback], **SETTINGS)
+    start, low, _, near = capsys.readouterr().out.splitlines()
+    assert start.endswith(", budget 700 KiB")
+    assert low.startswith("tflms-sft: measured peak 100 KiB in the first step, predicted ") and "OVER" not in low
+    assert low.endswith("; this device does not count tensors below 32 KiB") and "does not count" not in near
+    assert callback.plan.measured.peak_bytes == 690 * 2**10
 
 
-def test_step_over_budget_is_planned_again(capsys, measured_peaks):
-    measured_peaks += [750 * 2**10, 600 * 2**10]
-    plans = []
-
-    class Watching(MemoryBudget):
-        def on_train_batch_end(self, batch, logs=None):
-            plans.append(self.plan)
-
-    fitted(Watching(BUDGET), lambda m, c: m.fit(X, Y, batch_size=4, epochs=2, callbacks=c, **SETTINGS))
-    first, second = plans[0], plans[-1]
-    assert first is not second and second.measured.peak_bytes == 600 * 2**10
-    limit = 0.9 * second.memory_budget - (750 * 2**10 - first.predicted.peak_bytes)
-    assert second.predicted.peak_bytes <= limit < first.predicted.peak_bytes
-    lines = [line for line in capsys.readouterr().out.splitlines() if "measured peak" in line]
-    assert lines[0].endswith("OVER the budget of 700 KiB: planning again with the measured peak")
-    assert len(lines) == 2 and "OVER" not in lines[1]
-
-
-def test_second_plan_keeps_trace_analysis_and_estimates(measured_peaks, monkeypatch):
+def test_step_over_budget_is_planned_again(capsys, measured_peaks, monkeypatch):
+    """The second plan keeps trace, analysis and estimates."""
     counts, kept = collections.Counter(), set()
 
     def once(traced, name, compute, computed=TracedStep.once):
@@ -315,6 +294,7 @@ def test_second_plan_keeps_trace_analysis_and_estimates(measured_peaks, monkeypa
         return computed(traced, name, compute)
 
     monkeypatch.setattr(TracedStep, "once", once)
+    monkeypatch.setenv("TFLMS_SFT_PLAN_CACHE", "off")
     measured_peaks += [750 * 2**10, 600 * 2**10]
     plans = []
 
@@ -322,10 +302,16 @@ def test_second_plan_keeps_trace_analysis_and_estimates(measured_peaks, monkeypa
         def on_train_batch_end(self, batch, logs=None):
             plans.append(self.plan)
 
-    fitted(Watching(BUDGET), lambda m, c: m.fit(X, Y, batch_size=4, epochs=2, **SETTINGS, callbacks=c))
-    assert plans[0].predicted.peak_bytes > plans[-1].predicted.peak_bytes
+    fitted(Watching(BUDGET), lambda m, c: m.fit(X, Y, batch_size=4, epochs=2, callbacks=c, **SETTINGS))
     assert len(kept) == 1 and {"search", "costs", "plain", "seconds"} <= counts.keys()
     assert set(counts.values()) == {1}
+    first, second = plans[0], plans[-1]
+    assert first is not second and second.measured.peak_bytes == 600 * 2**10
+    limit = 0.9 * second.memory_budget - (750 * 2**10 - first.predicted.peak_bytes)
+    assert second.predicted.peak_bytes <= limit < first.predicted.peak_bytes
+    lines = [line for line in capsys.readouterr().out.splitlines() if "measured peak" in line]
+    assert lines[0].endswith("OVER the budget of 700 KiB: planning again with the measured peak")
+    assert len(lines) == 2 and "OVER" not in lines[1]
 
 
 def test_later_step_over_budget_is_said_once_and_next_epoch_is_planned_again(capsys, measured_peaks):

@@ -11,12 +11,6 @@ import tflms_sft
 from tflms_sft import AutoParams, SegmentSpec, SFTParams
 from tflms_sft._params.tile_counts import parse_num_tiles
 
-
-@pytest.fixture(autouse=True)
-def fresh_keras():
-    """Nothing here touches Keras, and resetting it takes longer than the tests."""
-
-
 IMAGE, VOLUME, SEQUENCE = ("height", "width"), ("depth", "height", "width"), (None, "length")
 SPEC = SegmentSpec("input", "pool", num_tiles=(2, 2))
 

@@ -5,21 +5,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from equivalence import TOLERANCE
-from image_files import L, note_regions, write_images, zarr
+from image_files import L, note_regions, pixels, write_images, zarr
 
 import tflms_sft
 from tflms_sft._sources.open_shapes import UnknownSizes
 
+pytestmark = pytest.mark.usefixtures("double_precision")
+
 SHAPES = ((40, 36), (24, 50), (40, 36), (33, 36))
-
-
-@pytest.fixture(autouse=True)
-def double_precision():
-    keras.config.set_floatx("float64")
-
-
-def pixels(seed, *shape):
-    return np.random.default_rng(seed).integers(0, 256, shape).astype("uint8")
 
 
 @pytest.fixture

@@ -7,16 +7,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from equivalence import TOLERANCE
-from image_files import L, reader, write_images
+from image_files import L, pixels, reader, write_images
 
 import tflms_sft
 from tflms_sft._sources import random_view
 
 SHAPE = (48, 40, 3)
-
-
-def pixels(seed, *shape):
-    return np.random.default_rng(seed).integers(0, 256, shape).astype("uint8")
 
 
 def views(image, view):
