@@ -268,12 +268,7 @@ def test_generator_draws_per_micro_batch_of_any_size():
 
 @pytest.mark.parametrize(
     "result",
-    [
-        lambda s, n: s.seen / n,
-        lambda s, n: s.seen * n,
-        lambda s, n: s.seen + n,
-        lambda s, n: tf.pow(s.seen, 1 / n),
-    ],
+    [lambda s, n: s.seen / n, lambda s, n: s.seen * n, lambda s, n: s.seen + n, lambda s, n: tf.pow(s.seen, 1 / n)],
 )
 def test_results_of_written_variable_and_size_are_refused(result):
     """Each micro-batch would make one with its own size; the plan took the last."""

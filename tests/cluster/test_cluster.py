@@ -249,13 +249,7 @@ def replaced(start, workers, addresses, task):
     served = ""
     while not served.endswith("}"):
         served += workers[task].line()
-    assert json.loads(served) == {
-        "command": "worker",
-        "task": task,
-        "tasks": 2,
-        "address": addresses[task],
-        "gpus": 0,
-    }
+    assert json.loads(served) == {"command": "worker", "task": task, "tasks": 2, "address": addresses[task], "gpus": 0}
 
 
 def test_worker_does_not_share_port_and_exits_on_interrupt(workers, addresses, capsys):

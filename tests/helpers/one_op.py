@@ -154,13 +154,7 @@ class OneOp:
             invariants=by_kind[INVARIANT],
             loop_specs=[
                 LoopSpec(
-                    level=0,
-                    backward=False,
-                    writes=writes,
-                    sums=sums,
-                    moments=[],
-                    body=[self.node],
-                    reads=by_kind[FULL],
+                    level=0, backward=False, writes=writes, sums=sums, moments=[], body=[self.node], reads=by_kind[FULL]
                 )
             ],
         )

@@ -5,16 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
-from pipelined import (
-    accumulating_step,
-    batches,
-    compiled,
-    hand_step,
-    largest_error,
-    net,
-    run,
-    train_step,
-)
+from pipelined import accumulating_step, batches, compiled, hand_step, largest_error, net, run, train_step
 
 import tflms_sft
 from rewriters.analysis.graph_analysis import GraphAnalysis

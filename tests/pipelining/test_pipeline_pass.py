@@ -12,19 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from children import printed
-from pipelined import (
-    CUTS,
-    HERE,
-    SCHEDULES,
-    batches,
-    compiled,
-    fitted,
-    hand_step,
-    largest_error,
-    net,
-    run,
-    train_step,
-)
+from pipelined import CUTS, HERE, SCHEDULES, batches, compiled, fitted, hand_step, largest_error, net, run, train_step
 
 import tflms_sft
 from rewriters.analysis.graph_analysis import GraphAnalysis

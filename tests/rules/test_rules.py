@@ -5,19 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import tensorflow as tf
-from one_op import (
-    FULL,
-    HEIGHT,
-    INVARIANT,
-    KNOWN_BATCH_IS_SLOW,
-    PARTIAL,
-    WIDTH,
-    Const,
-    OneOp,
-    flags,
-    image,
-    numbers,
-)
+from one_op import FULL, HEIGHT, INVARIANT, KNOWN_BATCH_IS_SLOW, PARTIAL, WIDTH, Const, OneOp, flags, image, numbers
 from rule_cases import CASES, POOL, convolution_case, filter_gradient_case, max_pool_gradient_case
 
 from rewriters.errors import NotTileableError
@@ -97,10 +85,7 @@ VARIANTS = [
     ("Mul", {"x": image(), "y": image(1, HEIGHT, WIDTH, 1)}),
     ("SelectV2", {"condition": flags(), "t": Const(np.float64(0)), "e": image()}),
     ("SelectV2", {"condition": flags(3, HEIGHT, 1, 1), "t": image(), "e": image(seed=1)}),
-    (
-        "MaxPool",
-        {"input": numbers().astype(float), "ksize": [1, 5, 5, 1], "strides": [1, 1, 1, 1], "padding": "SAME"},
-    ),
+    ("MaxPool", {"input": numbers().astype(float), "ksize": [1, 5, 5, 1], "strides": [1, 1, 1, 1], "padding": "SAME"}),
     ("AvgPool", {"value": image(), "ksize": [1, 5, 4, 1], "strides": [1, 1, 3, 1], "padding": "SAME"}),
     ("BiasAdd", {"value": image(), "bias": image(HEIGHT), "data_format": "NCHW"}),
     ("BiasAddGrad", {"out_backprop": image(), "data_format": "NCHW"}),
@@ -144,11 +129,7 @@ VARIANTS = [
     ("ResizeBicubic", {"images": image(3, 9, 8, 3).astype("f"), "size": Const([12, 24])}),
     *(
         ("ResizeBicubicGrad", {"grads": image(3, *size, 2).astype("f"), "original_image": image(3, 12, 9, 2), **flags})
-        for size, flags in (
-            ((7, 30), {"half_pixel_centers": True}),
-            ((25, 9), {"align_corners": True}),
-            ((36, 5), {}),
-        )
+        for size, flags in (((7, 30), {"half_pixel_centers": True}), ((25, 9), {"align_corners": True}), ((36, 5), {}))
     ),
 ]
 
@@ -171,14 +152,7 @@ def test_space_to_batch_axis_without_blocks_equals_op(block):
 
 @pytest.mark.parametrize(
     "op_type",
-    [
-        "Conv2DBackpropInput",
-        "DepthwiseConv2dNativeBackpropInput",
-        "AvgPool",
-        "AvgPoolGrad",
-        "MaxPoolGrad",
-        "Slice",
-    ],
+    ["Conv2DBackpropInput", "DepthwiseConv2dNativeBackpropInput", "AvgPool", "AvgPoolGrad", "MaxPoolGrad", "Slice"],
 )
 def test_rule_with_unknown_batch_equals_op_on_image(op_type):
     assert not OneOp(op_type, CASES[op_type](), batch_known=False).differing(Grid(1, (1, 1)), Grid(2, (2, 3)))
@@ -198,34 +172,19 @@ REFUSED = [
     ("AddN", {"inputs": [image(), image(), image()]}, "PPF", "adds forward values to a gradient"),
     ("Sub", {"x": image(), "y": image(4)}, "PI", "adds forward values to a gradient"),
     ("Mul", {"x": image(3, 1, 1, 4), "y": image()}, "PF", "broadcasts a gradient over the image or the batch"),
-    (
-        "Mul",
-        {"x": image(1, HEIGHT, WIDTH, 4), "y": image()},
-        "PF",
-        "broadcasts a gradient over the image or the batch",
-    ),
+    ("Mul", {"x": image(1, HEIGHT, WIDTH, 4), "y": image()}, "PF", "broadcasts a gradient over the image or the batch"),
     ("AddV2", {"x": image(3, 1, 1, 4), "y": image()}, "PP", "broadcasts a gradient"),
     ("Add", {"x": image(), "y": image(WIDTH, 4)}, "FI", "not the same for all tiles"),
     ("Add", {"x": image(), "y": image()}, "FI", "not the same for all tiles"),
     ("SelectV2", {"condition": flags(), "t": image(), "e": image()}, "PFF", "selection by a gradient"),
-    (
-        "SelectV2",
-        {"condition": flags(), "t": image(), "e": image()},
-        "FPF",
-        "between a gradient and forward values",
-    ),
+    ("SelectV2", {"condition": flags(), "t": image(), "e": image()}, "FPF", "between a gradient and forward values"),
     ("Select", {"condition": flags(3), "x": image(), "y": image()}, "IFF", "one condition per image"),
     ("Conv2D", CONV, "FF", "its filter is computed from image data"),
     ("Conv2DBackpropFilter", filter_gradient_case(False), "FIF", "forward values on one side and a gradient"),
     ("Conv2DBackpropFilter", filter_gradient_case(False), "PIP", "forward values on one side and a gradient"),
     ("MaxPool", {"input": image(), **POOL}, "P", "MaxPool of a gradient"),
     ("AvgPool", {"value": image(), **POOL}, "P", "AvgPool of a gradient"),
-    (
-        "MaxPool",
-        {"input": image(), **POOL, "ksize": [1, 1, 1, 2], "strides": [1, 1, 1, 2]},
-        "F",
-        "batch or channels",
-    ),
+    ("MaxPool", {"input": image(), **POOL, "ksize": [1, 1, 1, 2], "strides": [1, 1, 1, 2]}, "F", "batch or channels"),
     ("MaxPoolGrad", max_pool_gradient_case(), "FFF", "needs forward values and one gradient"),
     ("AvgPoolGrad", CASES["AvgPoolGrad"](), "IF", "AvgPoolGrad of forward values"),
     ("BiasAddGrad", {"out_backprop": image()}, "F", "reduces over the image"),
@@ -233,21 +192,11 @@ REFUSED = [
     ("Sum", {"input": image(), "axis": Const([0, 1, 2])}, "F", "reduces over the image"),
     ("Sum", {"input": image(), "axis": Const([1, 2])}, "P", "reduces over the image"),
     ("Max", {"input": image(), "axis": Const([0, 1, 2])}, "P", "reduces over the image"),
-    (
-        "Max",
-        {"input": image(), "axis": Const([3]), "keep_dims": True},
-        "P",
-        "Max is not linear in a gradient",
-    ),
+    ("Max", {"input": image(), "axis": Const([3]), "keep_dims": True}, "P", "Max is not linear in a gradient"),
     ("Sum", {"input": image(), "axis": numbers(1)}, "FI", "axes computed at run time"),
     ("AddV2", {"x": image(), "y": image(WIDTH, 4)}, "FF", "has fewer axes than the output"),
     ("PadV2", NOT_ZERO, "P", "padded with a value other than zero"),
-    (
-        "Pad",
-        {"input": image(), "paddings": Const([[1, 0], [0, 0], [0, 0], [0, 0]])},
-        "F",
-        "padding of the batch",
-    ),
+    ("Pad", {"input": image(), "paddings": Const([[1, 0], [0, 0], [0, 0], [0, 0]])}, "F", "padding of the batch"),
     ("Pad", {"input": image(), "paddings": numbers(4, 2)}, "FI", "padding computed at run time"),
     (
         "Slice",
@@ -255,12 +204,7 @@ REFUSED = [
         "F",
         "a slice of the batch",
     ),
-    (
-        "Slice",
-        {"input": image(), "begin": numbers(4), "size": Const([-1, 5, 5, 4])},
-        "FI",
-        "computed at run time",
-    ),
+    ("Slice", {"input": image(), "begin": numbers(4), "size": Const([-1, 5, 5, 4])}, "FI", "computed at run time"),
     ("ConcatV2", {"values": [image(), image()], "axis": Const(1)}, "FF", "another axis than the channels"),
     ("ConcatV2", {"values": [image(), image()], "axis": Const(3)}, "FP", "forward values and gradients"),
     ("ConcatV2", {"values": [image(), image()], "axis": Const(3)}, "FI", "the same for all tiles"),
@@ -315,9 +259,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(
-    ("op_type", "operands", "kinds", "reason"),
-    REFUSED,
-    ids=[f"{r[0]}-{r[2]}-{n}" for n, r in enumerate(REFUSED)],
+    ("op_type", "operands", "kinds", "reason"), REFUSED, ids=[f"{r[0]}-{r[2]}-{n}" for n, r in enumerate(REFUSED)]
 )
 def test_rule_refuses_with_reason(op_type, operands, kinds, reason):
     one_op = OneOp(op_type, operands)

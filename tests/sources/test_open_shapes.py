@@ -101,8 +101,7 @@ def test_predictions_of_several_shapes_are_written(files, tmp_path):
     model = make_model()
     results = keras.Input((), dtype="string")
     predictor = keras.Model(
-        [*model.inputs, results],
-        tflms_sft.ImageWriter("zarr", "float64", overwrite=True)(model.output, results),
+        [*model.inputs, results], tflms_sft.ImageWriter("zarr", "float64", overwrite=True)(model.output, results)
     )
     tiles = tflms_sft.SFT((2, 2), verbose=0)
     expected = [model.predict(tf.constant([path]), verbose=0)[0] for path in files[0]]

@@ -80,10 +80,7 @@ def test_tiles_of_views_train_as_whole_views(tmp_path):
         np.testing.assert_allclose(value, other, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-WRAPPERS = {
-    "eager": lambda function: function,
-    "graph": lambda function: tf.function(function, autograph=False),
-}
+WRAPPERS = {"eager": lambda function: function, "graph": lambda function: tf.function(function, autograph=False)}
 
 
 def readers_of(folder, num_images=8, seed=3):
