@@ -255,12 +255,6 @@ def test_step_patch_jit_compile_is_off_in_fit_and_restored(capsys):
     assert "XLA (`jit_compile`) is off for this training" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_start_line_without_jit_does_not_mention_xla(capsys):
-    net().fit(X, Y, batch_size=4, callbacks=[SFT((2, 2))], **SETTINGS)
-    assert "XLA" not in capsys.readouterr().out
-
-
 def test_check_model_eager_functions_are_refused():
     model = net()
     tf.config.run_functions_eagerly(True)
