@@ -22,6 +22,8 @@ from tflms_sft._report.plan_records import Measurement
 from tflms_sft._trace.layer_names import LayerRecord
 from tflms_sft._util.keras_internals import TRAINING
 
+pytestmark = pytest.mark.usefixtures("cached_plans")
+
 both_plans = pytest.mark.parametrize(("budget", "changed"), [("1GiB", False), ("240KiB", True)])
 
 IMAGES = tf.TensorSpec((None, None, 24, 3), tf.float64), tf.TensorSpec((None,), tf.int64)

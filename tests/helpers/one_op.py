@@ -1,5 +1,6 @@
 """One op in a graph of its own, on the whole image and on tiles; a helper, no test."""
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterator
@@ -169,7 +170,8 @@ class OneOp:
         def function(*args: Any) -> Any:
             return [tf.nest.flatten(each(args)) for each in (lambda args: self.concrete_fn(*args), *importers)]
 
-        return [[np.array(value) for value in values] for values in function(*map(tf.constant, self.arrays))]
+        with without_graph_optimizers():
+            return [[np.array(value) for value in values] for values in function(*map(tf.constant, self.arrays))]
 
     def fitting(self, grid: Grid) -> Grid:
         """The grid for as many axes as there are; images that are made of pixels are not split."""
@@ -195,6 +197,16 @@ class OneOp:
         want, *results = self.run(list(graphs.values()))
         errors = [max(error(g, w) for g, w in zip(got, want, strict=True)) for got in results]
         return {use: worst for use, worst in zip(graphs, errors, strict=True) if not worst <= tolerance}
+
+
+@contextlib.contextmanager
+def without_graph_optimizers() -> Iterator[None]:
+    """Leave functions as they are traced: optimizing one takes longer than running it."""
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+    try:
+        yield
+    finally:
+        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False})
 
 
 def image(*shape: int, low: float = -2.0, high: float = 2.0, seed: int = 0) -> np.ndarray:

@@ -213,7 +213,7 @@ def test_unusable_plan_file_is_refused_with_reason(tmp_path):
     removed.unlink()
     for params, reason in reasons.items():
         with pytest.raises(RewriteError, match=f"`plan` must name a file that .*', which {re.escape(reason)}"):
-            planned(unet_2d, params)
+            planned(leaky(0.2), params)
     with pytest.raises(TypeError, match="`plan` must be a path. Received: plan=3"):
         AutoParams("1MiB", plan=3)
 

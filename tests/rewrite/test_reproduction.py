@@ -32,8 +32,7 @@ def model():
     image = x = keras.Input((32, 32, 3))
     for filters in (4, 8):
         x = layers.Conv2D(filters, 3, padding="same", activation="relu")(x)
-        x = layers.BatchNormalization()(x)
-    return keras.Model(image, layers.GlobalAveragePooling2D()(x))
+    return keras.Model(image, layers.GlobalAveragePooling2D()(layers.BatchNormalization()(x)))
 
 
 def dump(directory, params):
