@@ -20,6 +20,9 @@ from long_tests import mark_long
 from rewriters.ir import graph_pass
 from tflms_sft._util import progress
 
+# Traces make many objects that stay.
+gc.set_threshold(20_000, 20, 20)
+
 # On a busy machine a progress line would appear among the lines that tests compare.
 progress.SLOW_SECONDS = 600.0
 
@@ -56,6 +59,14 @@ def no_caches():
         yield
 
 
+@pytest.fixture(scope="module")
+def cached_plans(tmp_path_factory):
+    """Search the plan of a step and a budget once in a module: for tests of what follows the search."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TFLMS_SFT_PLAN_CACHE", str(tmp_path_factory.mktemp("plans")))
+        yield
+
+
 @pytest.fixture
 def plan_with():
     """Return a function that replaces facts of the planned device until the test ends, as `planning_with` does."""
@@ -69,6 +80,11 @@ def fresh_keras():
     _reset()
     yield
     _reset()
+
+
+@pytest.fixture
+def double_precision(fresh_keras):
+    keras.config.set_floatx("float64")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -10,16 +10,13 @@ import tflms_sft
 from rewriters.errors import PipelineError
 from tflms_sft import Pipeline, PipelineParams
 
+pytestmark = pytest.mark.usefixtures("double_precision")
+
 TOLERANCE = 1e-12
 ROWS, LONG = tf.TensorSpec((None, 3), "float64"), tf.TensorSpec((None, None, 3), "float64")
 INDEXED = "an entry for each sample that does not depend on the data"
 NO_POWER = "computes with .*which depends on the batch size in a way"
 mean = tf.reduce_mean
-
-
-@pytest.fixture(autouse=True)
-def in_float64(fresh_keras):
-    keras.config.set_floatx("float64")
 
 
 def real(number):
@@ -271,12 +268,7 @@ def test_generator_draws_per_micro_batch_of_any_size():
 
 @pytest.mark.parametrize(
     "result",
-    [
-        lambda s, n: s.seen / n,
-        lambda s, n: s.seen * n,
-        lambda s, n: s.seen + n,
-        lambda s, n: tf.pow(s.seen, 1 / n),
-    ],
+    [lambda s, n: s.seen / n, lambda s, n: s.seen * n, lambda s, n: s.seen + n, lambda s, n: tf.pow(s.seen, 1 / n)],
 )
 def test_results_of_written_variable_and_size_are_refused(result):
     """Each micro-batch would make one with its own size; the plan took the last."""

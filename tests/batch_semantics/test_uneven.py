@@ -28,16 +28,13 @@ from rewriters.step_importer import StepImporter
 from tflms_sft import LMSParams, Pipeline, PipelineParams
 from tflms_sft._pipeline import build
 
+pytestmark = pytest.mark.usefixtures("double_precision")
+
 TOLERANCE = 1e-12
 SWAPS = LMSParams(tier="disk", min_bytes=1)
 OPEN_ROWS = (tf.TensorSpec((None, 3), "float64"),)
 SIZES = 8, 6, 4, 3, 8, 1
 """Of batches that four micro-batches cut evenly or not; the last are fewer."""
-
-
-@pytest.fixture(autouse=True)
-def in_float64(fresh_keras):
-    keras.config.set_floatx("float64")
 
 
 @functools.cache
@@ -146,6 +143,22 @@ def test_tiles_and_swaps_in_stages_with_uneven_batches_equal_original_step():
     assert all(num_unread(store) == file_bytes(store) == 0 for store in stores)
 
 
+def rows_of(*sizes):
+    """Batches of rows."""
+    return [(np.random.default_rng(0).normal(size=(size, 3)),) for size in sizes]
+
+
+def furthest(step, rewritten, variables, data):
+    """The largest difference between the results, and the variables, after each batch."""
+    start, found = [np.array(v) for v in variables], []
+    for function in (step, rewritten):
+        results = (function(*map(tf.constant, batch)) for batch in data)
+        found.append([np.array(v) for result in results for v in (*tf.nest.flatten(result), *variables)])
+        for variable, value in zip(variables, start, strict=True):
+            variable.assign(value)
+    return largest_error(found[1], found[0])
+
+
 def test_step_with_input_signature_equals_original_step():
     w = tf.Variable(np.eye(3) + 0.1)
 
@@ -156,15 +169,11 @@ def test_step_with_input_signature_equals_original_step():
         w.assign_sub(0.1 * tape.gradient(loss, w))
         return loss
 
-    random, params = np.random.default_rng(0), PipelineParams(1, "basic", 4, ["CPU:0"])
-    start, data = w.numpy(), [random.normal(size=(size, 3)) for size in (8, 5, 12, 1)]
-    found = []
-    for function in (step, tflms_sft.rewrite(step, params, data[0])):
-        found.append([np.array(value) for x in data for value in (function(tf.constant(x)), w)])
-        w.assign(start)
-    assert largest_error(found[1], found[0]) < TOLERANCE
+    data = rows_of(8, 5, 12, 1)
+    rewritten = tflms_sft.rewrite(step, PipelineParams(1, "basic", 4, ["CPU:0"]), *data[0])
+    assert furthest(step, rewritten, [w], data) < TOLERANCE
     with pytest.raises(PipelineError, match="Gradients are a mean"):
-        tflms_sft.rewrite(step, PipelineParams(1, "basic", 4, ["CPU:0"], loss_reduction="sum"), data[0])
+        tflms_sft.rewrite(step, PipelineParams(1, "basic", 4, ["CPU:0"], loss_reduction="sum"), *data[0])
 
 
 @pytest.mark.parametrize("example", ["array", "spec", "keyword"])
@@ -188,12 +197,8 @@ def test_open_table_of_any_size_equals_original_step(rows, example):
     params = PipelineParams(1, "basic", 4, ["CPU:0"], batched=[0])
     named = dict(zip(("x", "codes"), examples, strict=True)) if example == "keyword" else {}
     rewritten = tflms_sft.rewrite(step, params, *(() if named else examples), **named)
-    start, found = w.numpy(), []
     data = [(random.normal(size=(size, 3)), random.normal(size=(rows, 3))) for size in (8, 12, 5, 8)]
-    for function in (step, rewritten):
-        found.append([np.array(v) for pair in data for v in (function(*map(tf.constant, pair)), w)])
-        w.assign(start)
-    assert largest_error(found[1], found[0]) < TOLERANCE
+    assert furthest(step, rewritten, [w], data) < TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -220,13 +225,9 @@ def test_sizes_that_scale_differently_in_other_batches_equal_original_step(numbe
         w.assign_sub(0.1 * tape.gradient(loss, w))
         return loss
 
-    params = PipelineParams(1, "basic", 2, ["CPU:0"])
-    data = [np.random.default_rng(0).normal(size=(size, 3)) for size in (8, 40, 3)]
-    found, start = [], w.numpy()
-    for function in (step, tflms_sft.rewrite(step, params, data[0])):
-        found.append([np.array(value) for x in data for value in (function(tf.constant(x)), w)])
-        w.assign(start)
-    assert largest_error(found[1], found[0]) < TOLERANCE
+    data = rows_of(8, 40, 3)
+    rewritten = tflms_sft.rewrite(step, PipelineParams(1, "basic", 2, ["CPU:0"]), *data[0])
+    assert furthest(step, rewritten, [w], data) < TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -257,14 +258,8 @@ def test_variable_written_from_batch_size_equals_original_step(write, dtype, sta
         return loss, own.read_value()
 
     params = PipelineParams(stages, "gpipe", 4, ["CPU:0"] * stages)
-    data = [np.random.default_rng(0).normal(size=(size, 3)) for size in (8, 6, 4, 12)]
-    rewritten, found = tflms_sft.rewrite(step, params, data[0]), []
-    start = [np.array(v) for v in (*w, own)]
-    for function in (step, rewritten):
-        found.append([np.array(v) for x in data for v in (*function(tf.constant(x)), *w, own)])
-        for variable, value in zip((*w, own), start, strict=True):
-            variable.assign(value)
-    assert largest_error(found[1], found[0]) < TOLERANCE
+    data = rows_of(8, 6, 4, 12)
+    assert furthest(step, tflms_sft.rewrite(step, params, *data[0]), [*w, own], data) < TOLERANCE
 
 
 def test_gradients_of_variable_written_from_batch_size_equal_original_step():
@@ -278,12 +273,9 @@ def test_gradients_of_variable_written_from_batch_size_equal_original_step():
         w.assign_sub(0.1 * tape.gradient(loss, w))
         return loss
 
-    params = PipelineParams(1, "basic", 4, ["CPU:0"])
-    data, start, found = [np.random.default_rng(0).normal(size=(size, 3)) for size in (8, 6)], w.numpy(), []
-    for function in (step, tflms_sft.rewrite(step, params, data[0])):
-        found.append([np.array(v) for x in data for v in (function(tf.constant(x)), w, own)])
-        w.assign(start)
-    assert largest_error(found[1], found[0]) < TOLERANCE
+    data = rows_of(8, 6)
+    rewritten = tflms_sft.rewrite(step, PipelineParams(1, "basic", 4, ["CPU:0"]), *data[0])
+    assert furthest(step, rewritten, [w, own], data) < TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -309,12 +301,9 @@ def test_zero_gradients_are_accepted_with_any_reduction(extra, reduction):
             variable.assign_sub(0.1 * gradient)
         return loss, gradients
 
-    data, start, found = [np.random.default_rng(0).normal(size=(size, 3)) for size in (8, 6)], w.numpy(), []
-    rewritten = tflms_sft.rewrite(step, PipelineParams(1, "basic", 4, ["CPU:0"], loss_reduction=reduction), data[0])
-    for function in (step, rewritten):
-        found.append([np.array(v) for x in data for v in (*tf.nest.flatten(function(tf.constant(x))), w, u)])
-        w.assign(start)
-    assert largest_error(found[1], found[0]) < TOLERANCE
+    data = rows_of(8, 6)
+    rewritten = tflms_sft.rewrite(step, PipelineParams(1, "basic", 4, ["CPU:0"], loss_reduction=reduction), *data[0])
+    assert furthest(step, rewritten, [w, u], data) < TOLERANCE
 
 
 def test_shapes_in_branch_for_one_size_do_not_hold_for_other_sizes():
@@ -331,12 +320,9 @@ def test_shapes_in_branch_for_one_size_do_not_hold_for_other_sizes():
         w.assign_sub(0.1 * gradient + 0.01 * tf.reduce_mean(tf.add_n([x * total, rows * total])))
         return loss
 
-    data = [np.random.default_rng(0).normal(size=(size, 3)) for size in (8, 5, 12, 1)]
-    rewritten, start, found = tflms_sft.rewrite(step, PipelineParams(1, "basic", 4, ["CPU:0"]), data[0]), w.numpy(), []
-    for function in (step, rewritten):
-        found.append([np.array(value) for x in data for value in (function(tf.constant(x)), w)])
-        w.assign(start)
-    assert largest_error(found[1], found[0]) < TOLERANCE
+    data = rows_of(8, 5, 12, 1)
+    rewritten = tflms_sft.rewrite(step, PipelineParams(1, "basic", 4, ["CPU:0"]), *data[0])
+    assert furthest(step, rewritten, [w], data) < TOLERANCE
 
 
 def test_sum_loss_with_uneven_batches_equals_original_step():

@@ -24,6 +24,8 @@ from tflms_sft._report.plan_records import Measurement
 from tflms_sft._trace.layer_names import LayerRecord
 from tflms_sft._util.keras_internals import TRAINING
 
+pytestmark = pytest.mark.usefixtures("cached_plans")
+
 both_plans = pytest.mark.parametrize(("budget", "changed"), [("1GiB", False), ("240KiB", True)])
 
 IMAGES = tf.TensorSpec((None, None, 24, 3), tf.float64), tf.TensorSpec((None,), tf.int64)
@@ -32,6 +34,18 @@ IMAGES = tf.TensorSpec((None, None, 24, 3), tf.float64), tf.TensorSpec((None,), 
 def dataset(batches, signature=IMAGES):
     data = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=signature)
     return data.apply(tf.data.experimental.assert_cardinality(len(batches)))
+
+
+def check_fit(make, data, callbacks, **options):
+    """Assert that a training with callbacks equals plain training; return both models."""
+    model, plain = make(), make()
+    got = model.fit(data(), callbacks=callbacks, **SETTINGS, **options)
+    assert same_history(got, plain.fit(data(), **SETTINGS, **options)) and same(model, plain) and is_plain(model)
+    return model, plain
+
+
+def unsized():
+    return net(size=None)
 
 
 def cut(rows, start=0, samples=4):
@@ -43,10 +57,8 @@ def test_images_of_two_sizes_equal_plain(make, capsys, monkeypatch):
     """The third batch is of the first size again, and the last one smaller."""
     measure_steps(monkeypatch, None)
     batches = [cut(24), cut(18), cut(24, 4), cut(18, 8, 2)]
-    model, plain, callback = net(size=None), net(size=None), make(verbose=1)
-    got = model.fit(dataset(batches), epochs=2, callbacks=[callback], **SETTINGS)
-    want = plain.fit(dataset(batches), epochs=2, **SETTINGS)
-    assert same_history(got, want) and same(model, plain) and is_plain(model)
+    callback = make(verbose=1)
+    check_fit(unsized, lambda: dataset(batches), [callback], epochs=2)
     out = capsys.readouterr().out
     started = [line for line in out.splitlines() if "predicted peak" in line]
     assert out.count("not measured") == 1, "the reason is the same for both sizes"
@@ -117,22 +129,16 @@ TOKENS = tf.TensorSpec((None, None), tf.int64), tf.TensorSpec((None, 1), tf.floa
 
 def test_padded_texts_that_fit_share_one_plan_for_shorter_ones(capsys):
     """A step that is not rewritten is traced for any length; a longer text is planned first."""
-    model, plain = reader(), reader()
     callback = tflms_sft.MemoryBudget("1GiB")
-    batches = texts(16, 9, 21)
-    got = model.fit(dataset(batches, TOKENS), callbacks=[callback], **SETTINGS)
-    want = plain.fit(dataset(batches, TOKENS), **SETTINGS)
-    assert same_history(got, want) and same(model, plain) and not callback.plan.changed
+    check_fit(reader, lambda: dataset(texts(16, 9, 21), TOKENS), [callback])
+    assert not callback.plan.changed
     assert capsys.readouterr().out.count("nothing rewritten") == 2
 
 
 def test_padded_texts_that_swap_equal_plain():
-    model, plain = reader(), reader()
     callback = tflms_sft.LMS(min_bytes=0, tier="disk")
-    batches = texts(16, 9, 16, 21)
-    got = model.fit(dataset(batches, TOKENS), callbacks=[callback], **SETTINGS)
-    want = plain.fit(dataset(batches, TOKENS), **SETTINGS)
-    assert same_history(got, want) and same(model, plain) and callback.plan.swaps
+    check_fit(reader, lambda: dataset(texts(16, 9, 16, 21), TOKENS), [callback])
+    assert callback.plan.swaps
 
 
 def test_length_counts_in_the_predicted_peak():
@@ -151,9 +157,7 @@ def test_buckets_with_more_shorter_texts_equal_plain(capsys):
     batches = [
         (random.integers(1, 40, (samples, length)), np.ones((samples, 1))) for samples, length in ((4, 16), (8, 9))
     ]
-    model, plain = reader(), reader()
-    got = model.fit(dataset(batches, TOKENS), callbacks=[tflms_sft.MemoryBudget("1GiB")], **SETTINGS)
-    assert same_history(got, plain.fit(dataset(batches, TOKENS), **SETTINGS)) and same(model, plain)
+    check_fit(reader, lambda: dataset(batches, TOKENS), [tflms_sft.MemoryBudget("1GiB")])
     assert capsys.readouterr().out.count("nothing rewritten") == 1
 
 
@@ -168,10 +172,8 @@ def test_batch_shape_is_compared_with_the_inputs_of_known_rank():
 
 
 def test_batch_shape_of_the_largest_image_holds_for_smaller_ones(capsys):
-    model, plain, batches = net(size=None), net(size=None), [cut(18), cut(24)]
-    callback = budgeted(batch_shape=(4, 24, 24, 3), verbose=1)
-    got = model.fit(dataset(batches), callbacks=[callback], **SETTINGS)
-    assert same_history(got, plain.fit(dataset(batches), **SETTINGS)) and same(model, plain)
+    batches = [cut(18), cut(24)]
+    model, _ = check_fit(unsized, lambda: dataset(batches), [budgeted(batch_shape=(4, 24, 24, 3), verbose=1)])
     assert "for batches of 4x24x24x3" in capsys.readouterr().out
     with pytest.raises(ValueError, match="`batch_shape` must be the shape of an input"):
         model.fit(dataset(batches), callbacks=[budgeted(batch_shape=(4, 24, 20, 3))], **SETTINGS)
@@ -181,10 +183,7 @@ def test_saved_plan_is_for_the_first_size_alone(tmp_path):
     first, file = budgeted(), tmp_path / "plan.json"
     net(size=None).fit(dataset([cut(24)]), callbacks=[first], **SETTINGS)
     first.plan.save(file)
-    model, plain, batches = net(size=None), net(size=None), [cut(24), cut(18)]
-    model.fit(dataset(batches), callbacks=[budgeted(plan=file)], **SETTINGS)
-    plain.fit(dataset(batches), **SETTINGS)
-    assert same(model, plain)
+    check_fit(unsized, lambda: dataset([cut(24), cut(18)]), [budgeted(plan=file)])
 
 
 def test_validation_that_is_not_rewritten_is_traced_once_for_all_sizes():
@@ -247,23 +246,19 @@ class Retrace(keras.callbacks.Callback):
 
 def test_step_that_is_traced_again_between_sizes_equals_plain():
     batches = [cut(24), cut(18), cut(24, 4), cut(18, 4)]
-    model, plain, callback = net(size=None), net(size=None), tiles()
-    got = model.fit(dataset(batches), callbacks=[callback, Retrace()], **SETTINGS)
-    assert same_history(got, plain.fit(dataset(batches), **SETTINGS)) and same(model, plain)
+    check_fit(unsized, lambda: dataset(batches), [tiles(), Retrace()])
 
 
 def test_excess_of_one_size_leaves_the_plans_of_others(monkeypatch):
     """Only the size whose later step needed more than its budget is planned again."""
     peaks = itertools.chain([600, 500, 750], itertools.repeat(600))
     measure_steps(monkeypatch, lambda step_bytes: next(peaks) * 2**10)
-    model, plain, callback, plans = net(size=None), net(size=None), budgeted(verbose=1), []
+    callback, plans = budgeted(verbose=1), []
     look = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: plans.append(callback.plan))
     batches = [cut(24), cut(18), cut(24, 4)]
-    got = model.fit(dataset(batches), epochs=2, callbacks=[callback, look], **SETTINGS)
-    want = plain.fit(dataset(batches), epochs=2, **SETTINGS)
+    check_fit(unsized, lambda: dataset(batches), [callback, look], epochs=2)
     first, small, *_, last = plans
     assert small is not first is not last
-    assert same_history(got, want) and same(model, plain)
 
 
 @pytest.mark.parametrize("excess", [{0: 20}, {0: 20, 1: 30}])
@@ -361,10 +356,8 @@ def graph_data(*sizes):
 def test_leading_sizes_are_no_batch_size_and_grow_without_a_new_plan(capsys):
     """Nodes, edges and graphs lead the tensors of a step that is not rewritten: no batch is refused."""
     sizes = [(30, 90, 4), (20, 130, 4), (45, 60, 2), (500, 2000, 40)]
-    model, plain = graph_network(), graph_network()
     callback = tflms_sft.MemoryBudget("1GiB")
-    got = model.fit(graph_data(*sizes), callbacks=[callback], **SETTINGS)
-    assert same_history(got, plain.fit(graph_data(*sizes), **SETTINGS)) and same(model, plain)
+    model, plain = check_fit(graph_network, lambda: graph_data(*sizes), [callback])
     assert capsys.readouterr().out.count("nothing rewritten") == 1
     for method in ("evaluate", "predict"):
         results = [
@@ -387,11 +380,9 @@ def test_swaps_hold_for_smaller_leading_sizes_and_are_planned_again_for_larger_o
     sizes = [(300, 900, 8), (200, 800, 8), (300, 1300, 8)]
     whole = tflms_sft.MemoryBudget("1GiB", verbose=0)
     graph_network().fit(graph_data(sizes[2]), callbacks=[whole], **SETTINGS)
-    model, plain = graph_network(), graph_network()
     swaps = tflms_sft.LMSParams(min_bytes=0)
     callback = tflms_sft.MemoryBudget(int(0.75 * whole.plan.predicted.peak_bytes), headroom=0, swap=swaps)
-    got = model.fit(graph_data(*sizes), callbacks=[callback], **SETTINGS)
-    assert same_history(got, plain.fit(graph_data(*sizes), **SETTINGS)) and same(model, plain)
+    check_fit(graph_network, lambda: graph_data(*sizes), [callback])
     out = capsys.readouterr().out
     assert out.count("predicted peak") == 2 and "for batches of 300x5, 1300x2, 300, 8x1" in out
     assert callback.plan.changed
@@ -466,7 +457,7 @@ def test_ragged_batches_under_budget_equal_plain(capsys):
 
 def sequences(kind):
     """Batches of two sequences with a target for each; their lengths differ, and the last batch has one."""
-    lengths = (5, 9, 40, 38, 6, 7, 37)
+    lengths = (5, 9, 40, 38, 37)
 
     def each():
         for number, length in enumerate(lengths):
@@ -478,7 +469,7 @@ def sequences(kind):
         data = data.padded_batch(2)
     else:
         data = data.bucket_by_sequence_length(lambda x, _: tf.shape(x)[0], [10, 50], [2, 2, 2])
-    return data.apply(tf.data.experimental.assert_cardinality(4))
+    return data.apply(tf.data.experimental.assert_cardinality(3))
 
 
 def sequence_model():
@@ -500,8 +491,6 @@ def test_sequences_of_several_lengths_under_budget_equal_plain(kind, part, capsy
     sequence_model().fit(*longest, callbacks=[whole], **SETTINGS)
     budget = "1GiB" if part is None else int(part * whole.plan.predicted.peak_bytes)
     callback = tflms_sft.MemoryBudget(budget, headroom=0, max_slowdown=math.inf)
-    model, plain = sequence_model(), sequence_model()
-    got = model.fit(sequences(kind), callbacks=[callback], epochs=2, **SETTINGS)
-    assert same_history(got, plain.fit(sequences(kind), epochs=2, **SETTINGS)) and same(model, plain)
+    check_fit(sequence_model, lambda: sequences(kind), [callback], epochs=2)
     out = capsys.readouterr().out
     assert ("segment(s)" in out or "swapped" in out) is (part is not None)

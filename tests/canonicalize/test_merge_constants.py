@@ -43,12 +43,7 @@ def test_merge_constants_one_of_an_optimizer_keeps_later_forward_ops_forward():
     analysis = GraphAnalysis(graph, ("update0", "update1"))
     forward = [node.op for node in analysis.order if node.op in ("Conv2D", "Tanh") and node not in analysis.backward]
     assert sum(np.array_equal(value, np.float32(0.3)) for value in values) == 1
-    assert sorted(forward) == [
-        "Conv2D",
-        "Conv2D",
-        "Tanh",
-        "Tanh",
-    ]
+    assert sorted(forward) == ["Conv2D", "Conv2D", "Tanh", "Tanh"]
 
 
 def merging():

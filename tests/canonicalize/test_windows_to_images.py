@@ -153,20 +153,17 @@ def test_windows_that_an_op_combines_stay(what, known):
     assert worst(what, x, function) < TOLERANCE
 
 
-def test_broadcast_to_an_unknown_batch_repeats_the_batch():
-    def function(x, y):
-        product = tf.einsum("bti,ij->btj", tf.reshape(x[:1], [-1, 8 * 15, CHANNELS]), MATRIX)
-        return tf.reduce_sum(tf.broadcast_to(product, [tf.shape(y)[0], 8 * 15, 4]), [1, 2])
-
-    x, y = images(), tf.concat([images(), images()], 0)
-    new, _ = canonical(function, x, y, known=False)
-    assert error(new(x, y), function(x, y)) < TOLERANCE
+def repeated(x, y):
+    product = tf.einsum("bti,ij->btj", tf.reshape(x[:1], [-1, 8 * 15, CHANNELS]), MATRIX)
+    return tf.reduce_sum(tf.broadcast_to(product, [tf.shape(y)[0], 8 * 15, 4]), [1, 2])
 
 
-def test_batches_that_no_op_combines_may_differ():
-    def function(x, y):
-        return tf.reduce_sum(partitioned(x) * 2.0, 0) * tf.reduce_sum(partitioned(y) * 3.0, 0)
+def apart(x, y):
+    return tf.reduce_sum(partitioned(x) * 2.0, 0) * tf.reduce_sum(partitioned(y) * 3.0, 0)
 
+
+@pytest.mark.parametrize("function", (repeated, apart))
+def test_unknown_batch_is_repeated_and_batches_that_no_op_combines_may_differ(function):
     x, y = images(), tf.concat([images(), images()], 0)
     new, _ = canonical(function, x, y, known=False)
     assert error(new(x, y), function(x, y)) < TOLERANCE

@@ -33,12 +33,7 @@ def test_options_of_all_commands_are_documented():
 
 
 def test_memory_budget_is_an_alias_of_budget_on_every_command_that_has_it():
-    commands = {
-        "plan": ["net.keras"],
-        "max-input": ["net.keras"],
-        "max-batch": ["net.keras"],
-        "run": ["train.py"],
-    }
+    commands = {"plan": ["net.keras"], "max-input": ["net.keras"], "max-batch": ["net.keras"], "run": ["train.py"]}
     for name, command in make().commands.items():
         has_budget = any("--budget" in action.option_strings for action in command._actions)
         assert has_budget == (name in commands)

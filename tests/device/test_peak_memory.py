@@ -59,8 +59,7 @@ def test_concurrent_scratch_of_unordered_gradients_adds_up(between):
 
 
 @pytest.mark.parametrize(
-    ("threads", "taken"),
-    [(1, [3, 4, 5, 6]), (2, [9, 10, 11, 11]), (3, [14, 15, 15, 15]), (8, [18, 18, 18, 18])],
+    ("threads", "taken"), [(1, [3, 4, 5, 6]), (2, [9, 10, 11, 11]), (3, [14, 15, 15, 15]), (8, [18, 18, 18, 18])]
 )
 def test_concurrent_scratch_is_limited_by_inter_op_threads(threads, taken):
     """Two convolutions are added: all four gradients wait for one gradient."""

@@ -9,12 +9,6 @@ from hypothesis import strategies as st
 from rewriters.emission.buffers import DeviceBuffer, FileBuffer, empty_buffer, stacked
 from rewriters.ir.device_detection import planned_device
 
-
-@pytest.fixture(autouse=True)
-def fresh_keras():
-    """Skip the clean-up of Keras, which these tests do not use."""
-
-
 SHAPE = (3, 5, 4)
 
 

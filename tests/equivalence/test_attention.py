@@ -9,13 +9,10 @@ from keras import layers
 
 import tflms_sft
 
+pytestmark = pytest.mark.usefixtures("double_precision")
+
 SLOW = pytest.mark.slow
 LENGTH, WIDTH, CLASSES, BATCH, STEPS = 13, 8, 5, 2, 3
-
-
-@pytest.fixture(autouse=True)
-def double_precision():
-    keras.config.set_floatx("float64")
 
 
 def multi_head(x, **options):

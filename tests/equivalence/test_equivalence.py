@@ -53,9 +53,7 @@ def test_tiled_net_of_odd_size_equals_plain(net, size, grid):
 
 @pytest.mark.parametrize("net", [vgg, unet], ids=lambda net: net.__name__)
 @pytest.mark.parametrize(
-    ("known", "sizes"),
-    [(True, [3, 3]), (False, [3, 3]), (False, [3, 3, 2, 1])],
-    ids=["known", "unknown", "partial"],
+    ("known", "sizes"), [(True, [3, 3]), (False, [3, 3]), (False, [3, 3, 2, 1])], ids=["known", "unknown", "partial"]
 )
 def test_batch_and_image_tiles_equal_plain(net, known, sizes):
     step = keras_step(net, (19, 22), sizes, known)
@@ -218,10 +216,7 @@ def test_tiled_activity_regularizers_equal_plain():
 # Activations ------------------------------------------------------------------------------------------------
 
 NOT_ACTIVATIONS = ("get", "serialize", "deserialize")
-NOT_ELEMENTWISE = {
-    "glu": "halves the channels",
-    "sparsemax": "sorts the channels, and sorting has no rule",
-}
+NOT_ELEMENTWISE = {"glu": "halves the channels", "sparsemax": "sorts the channels, and sorting has no rule"}
 WITH_ARGUMENTS = {"threshold": functools.partial(keras.activations.threshold, threshold=0.3, default_value=0.1)}
 ACTIVATIONS = [
     name

@@ -24,6 +24,8 @@ from rewriters.estimates.loop_memory import IterationModel
 from rewriters.swapping.spill_store import SpillError
 from tflms_sft._planner import budget_search
 
+pytestmark = pytest.mark.usefixtures("double_precision")
+
 L = keras.layers
 
 
@@ -73,11 +75,6 @@ STEPS = {
     "unet": (lambda **options: keras_step(unet, (20, 16), **options), tflms_sft.SFTParams((2, 2))),
     "attention": (attention_step, tflms_sft.SFTParams((1, 4))),
 }
-
-
-@pytest.fixture(autouse=True)
-def double_precision():
-    keras.config.set_floatx("float64")
 
 
 @pytest.fixture

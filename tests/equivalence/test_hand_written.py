@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from equivalence import Cut, Step, differing, error, rewrite
-from hand_written import KERNELS, conv_op, descend, hand_written, images, one_loss, three_layers, weights
+from hand_written import KERNELS, conv_op, descend, descending, hand_written, images, one_loss, three_layers, weights
 
 import tflms_sft
 from rewriters.errors import NotTileableError
@@ -44,17 +44,13 @@ def test_two_optimizers_around_update_equal_plain():
 def test_two_heads_on_one_trunk_equal_plain():
     w = weights((3, 3, 3, 4), (3, 3, 4, 2), (5, 5, 4, 3), (1, 1, 2, 2))
 
-    def body(x):
-        with tf.GradientTape() as tape:
-            trunk = tf.nn.relu(conv_op(x, w[0]))
-            fine = tf.identity(conv_op(tf.nn.tanh(conv_op(trunk, w[1])), w[3]), "fine")
-            coarse = tf.identity(conv_op(tf.nn.relu(trunk), w[2], 3), "coarse")
-            loss = tf.reduce_mean(fine**2) + 0.3 * tf.reduce_mean(tf.abs(coarse))
-        gradients = tape.gradient(loss, w)
-        descend(w, gradients)
-        return loss, gradients
+    def forward(x):
+        trunk = tf.nn.relu(conv_op(x, w[0]))
+        fine = tf.identity(conv_op(tf.nn.tanh(conv_op(trunk, w[1])), w[3]), "fine")
+        coarse = tf.identity(conv_op(tf.nn.relu(trunk), w[2], 3), "coarse")
+        return tf.reduce_mean(fine**2) + 0.3 * tf.reduce_mean(tf.abs(coarse))
 
-    step = hand_written(body, w, images())
+    step = descending(forward, w)
     assert not differing(step, Cut(exit=("fine", "coarse"), grid=(3, 4)))
     assert not differing(step, Cut(exit="fine", grid=(3, 4)))
 
@@ -63,18 +59,13 @@ def test_exit_smaller_than_grid_equals_plain():
     """Tiles beyond the last row of an exit must add nothing to the gradient."""
     w = weights((3, 3, 3, 4), (13, 14, 4, 2), (12, 12, 4, 2))
 
-    def body(x):
-        with tf.GradientTape() as tape:
-            trunk = tf.nn.relu(conv_op(tf.nn.tanh(conv_op(x, w[0])), tf.ones((3, 3, 4, 4), "float64")))
-            pixel = tf.identity(tf.nn.conv2d(trunk, w[1], 1, "VALID"), "pixel")
-            corner = tf.identity(tf.nn.conv2d(trunk, w[2], 1, "VALID"), "corner")
-            loss = tf.reduce_mean(trunk**2) + tf.reduce_mean(pixel) + tf.reduce_mean(corner**2)
-        gradients = tape.gradient(loss, w)
-        descend(w, gradients)
-        return loss, gradients
+    def forward(x):
+        trunk = tf.nn.relu(conv_op(tf.nn.tanh(conv_op(x, w[0])), tf.ones((3, 3, 4, 4), "float64")))
+        pixel = tf.identity(tf.nn.conv2d(trunk, w[1], 1, "VALID"), "pixel")
+        corner = tf.identity(tf.nn.conv2d(trunk, w[2], 1, "VALID"), "corner")
+        return tf.reduce_mean(trunk**2) + tf.reduce_mean(pixel) + tf.reduce_mean(corner**2)
 
-    step = hand_written(body, w, images())
-    assert not differing(step, Cut(exit=("pixel", "corner"), grid=(4, 5)))
+    assert not differing(descending(forward, w), Cut(exit=("pixel", "corner"), grid=(4, 5)))
 
 
 def test_different_batch_sizes_in_segment_equal_plain():
@@ -91,8 +82,7 @@ def test_different_batch_sizes_in_segment_equal_plain():
         return loss, gradients
 
     batches = [a + b for a, b in zip(images(), images(shape=(1, 13, 14, 3)), strict=True)]
-    specs = [tf.TensorSpec(a.shape, a.dtype) for a in batches[0]]
-    step = Step(tf.function(body).get_concrete_function(*specs), w, batches)
+    step = hand_written(body, w, batches, known_batch=True)
     assert not differing(step, Cut(("x", "template"), ("many", "one"), (2, 2), batch=2))
 
 
@@ -165,16 +155,22 @@ def test_print_in_segment_prints_same(tmp_path):
     assert not differing(step, Cut(grid=(2, 2)))
 
 
-def test_assertion_in_segment_fires():
+def checked_in_segment(x, kernel):
+    hidden = tf.nn.relu(conv_op(x, kernel))
+    tf.debugging.assert_less(hidden, tf.constant(1e3, "float64"), "too large")
+    tf.debugging.assert_all_finite(hidden, "not finite")
+    return hidden
+
+
+def checked_before_segment(x, kernel):
+    with tf.control_dependencies([tf.debugging.assert_less(x, tf.constant(1e3, "float64"), "too large")]):
+        return tf.nn.relu(conv_op(x, kernel))
+
+
+@pytest.mark.parametrize("checked", [checked_in_segment, checked_before_segment])
+def test_assertion_fires(checked):
     w = weights(*KERNELS)
-
-    def forward(x):
-        hidden = tf.nn.relu(conv_op(x, w[0]))
-        tf.debugging.assert_less(hidden, tf.constant(1e3, "float64"), "too large")
-        tf.debugging.assert_all_finite(hidden, "not finite")
-        return tf.reduce_mean(three_layers(hidden, w[1:]) ** 2)
-
-    step = one_loss(forward, w)
+    step = one_loss(lambda x: tf.reduce_mean(three_layers(checked(x, w[0]), w[1:]) ** 2), w)
     assert not differing(step, Cut(grid=(2, 2)))
     function = rewrite(step.concrete_fn, Cut(grid=(2, 2))).function
     with pytest.raises(tf.errors.InvalidArgumentError, match="too large"):
@@ -193,35 +189,16 @@ def test_failed_check_before_segment_ends_step():
         rewrite(step.concrete_fn, Cut(grid=(2, 2)))
 
 
-def test_segment_waits_for_assertion_on_input():
-    w = weights(*KERNELS)
-
-    def forward(x):
-        with tf.control_dependencies([tf.debugging.assert_less(x, tf.constant(1e3, "float64"), "too large")]):
-            hidden = tf.nn.relu(conv_op(x, w[0]))
-        return tf.reduce_mean(three_layers(hidden, w[1:]) ** 2)
-
-    step = one_loss(forward, w)
-    assert not differing(step, Cut(grid=(2, 2)))
-    with pytest.raises(tf.errors.InvalidArgumentError, match="too large"):
-        rewrite(step.concrete_fn, Cut(grid=(2, 2))).function(tf.constant(step.batches[0][0] * 1e6))
-
-
 def test_size_behind_assertion_is_static():
     w = weights(*KERNELS)
 
-    def body(x):
-        with tf.GradientTape() as tape:
-            hidden = tf.nn.relu(conv_op(x, w[0]))
-            with tf.control_dependencies([tf.debugging.assert_less(x, tf.constant(1e3, "float64"))]):
-                size = tf.raw_ops.Shape(input=hidden)
-            loss = tf.reduce_sum(three_layers(hidden, w[1:]) ** 2) / tf.cast(size[1], "float64")
-        gradients = tape.gradient(loss, w)
-        descend(w, gradients)
-        return loss, gradients
+    def forward(x):
+        hidden = tf.nn.relu(conv_op(x, w[0]))
+        with tf.control_dependencies([tf.debugging.assert_less(x, tf.constant(1e3, "float64"))]):
+            size = tf.raw_ops.Shape(input=hidden)
+        return tf.reduce_sum(three_layers(hidden, w[1:]) ** 2) / tf.cast(size[1], "float64")
 
-    specs = [tf.TensorSpec(a.shape, a.dtype) for a in images()[0]]
-    step = Step(tf.function(body).get_concrete_function(*specs), w, images())
+    step = descending(forward, w, known_batch=True)
     assert not differing(step, Cut(grid=(2, 2)))
     assert not differing(step, Cut(grid=(2, 2), stored=("Relu",)))
 

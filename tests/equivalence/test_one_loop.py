@@ -20,13 +20,9 @@ from rewriters.tiling.one_loop import in_one_loop
 from rewriters.tiling.segment import build_segment, forward_ops
 from rewriters.tiling.tile_planner import Grid
 
+pytestmark = pytest.mark.usefixtures("double_precision")
+
 SIZE, BATCH, CLASSES, STEPS = (21, 18), 3, 3, 3
-
-
-@pytest.fixture(autouse=True)
-def double_precision():
-    """Losses and metrics compute in the type that is the default when they are made."""
-    keras.config.set_floatx("float64")
 
 
 def scores(image, classes=CLASSES, activation=None):

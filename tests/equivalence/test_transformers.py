@@ -8,12 +8,9 @@ from keras import layers, ops
 
 import tflms_sft
 
+pytestmark = pytest.mark.usefixtures("double_precision")
+
 WIDTH, CLASSES, BATCH, STEPS = 8, 3, 2, 3
-
-
-@pytest.fixture(autouse=True)
-def double_precision():
-    keras.config.set_floatx("float64")
 
 
 class Positions(layers.Layer):

@@ -11,12 +11,9 @@ from keras import layers, ops
 import tflms_sft
 from rewriters.canonicalize.canonicalize import read_canonical
 
+pytestmark = pytest.mark.usefixtures("double_precision")
+
 WIDTH, HEADS, CLASSES, BATCH, STEPS = 8, 2, 3, 2, 3
-
-
-@pytest.fixture(autouse=True)
-def double_precision():
-    keras.config.set_floatx("float64")
 
 
 class WindowAttention(layers.Layer):

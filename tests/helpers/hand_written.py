@@ -23,9 +23,9 @@ def conv_op(x, w, stride=1):
     return tf.nn.conv2d(x, w, stride, "SAME")
 
 
-def hand_written(body, variables, batches):
-    """`body` traced for images of any batch size."""
-    specs = [tf.TensorSpec((None, *a.shape[1:]), a.dtype) for a in batches[0]]
+def hand_written(body, variables, batches, known_batch=False):
+    """`body` traced for images of any batch size, or of that of the first batch."""
+    specs = [tf.TensorSpec(a.shape if known_batch else (None, *a.shape[1:]), a.dtype) for a in batches[0]]
     return Step(tf.function(body).get_concrete_function(*specs), variables, batches)
 
 
@@ -40,8 +40,21 @@ def three_layers(x, w, activation=tf.nn.relu):
     return tf.identity(x, "out")
 
 
+def descending(forward, w, known_batch=False):
+    """A step that descends `forward(x)`."""
+
+    def body(x):
+        with tf.GradientTape() as tape:
+            loss = forward(x)
+        gradients = tape.gradient(loss, w)
+        descend(w, gradients)
+        return loss, gradients
+
+    return hand_written(body, w, images(), known_batch)
+
+
 def one_loss(forward, w, batches=None):
-    """A step that descends `forward(x)`, traced for an unknown batch."""
+    """A step that descends `forward(x)`, traced for an unknown batch; it returns the gradient of its images, too."""
 
     def body(x):
         with tf.GradientTape() as tape:

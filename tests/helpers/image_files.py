@@ -23,6 +23,10 @@ def zarr() -> ModuleType:
     return pytest.importorskip("zarr")
 
 
+def pixels(seed, *shape):
+    return np.random.default_rng(seed).integers(0, 256, shape).astype("uint8")
+
+
 def note_regions(monkeypatch):
     """Return a list that receives the sizes of all regions that are read."""
     sizes = []

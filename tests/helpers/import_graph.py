@@ -6,6 +6,7 @@ Imports inside functions and under `TYPE_CHECKING` count as well.
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -33,8 +34,10 @@ def imported_modules(path: Path, modules: Iterable[str]) -> set[str]:
     return names.intersection(modules)
 
 
-IMPORTS = {name: imported_modules(path, FILES) - {name} for name, path in FILES.items()}
-"""Imported modules per module."""
+@functools.cache
+def module_imports() -> dict[str, set[str]]:
+    """Return the imported modules per module."""
+    return {name: imported_modules(path, FILES) - {name} for name, path in FILES.items()}
 
 
 def package_of(module: str) -> str:
@@ -44,8 +47,8 @@ def package_of(module: str) -> str:
 
 def package_imports() -> dict[str, set[str]]:
     """Return the imported packages per package."""
-    graph: dict[str, set[str]] = {package_of(module): set() for module in IMPORTS}
-    for module, targets in IMPORTS.items():
+    graph: dict[str, set[str]] = {package_of(module): set() for module in FILES}
+    for module, targets in module_imports().items():
         graph[package_of(module)] |= {package_of(target) for target in targets} - {package_of(module)}
     return graph
 

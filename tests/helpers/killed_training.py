@@ -43,6 +43,7 @@ def train(folder: str, steps: int, connection: Any = None) -> None:
     from rewriters.emission import file_buffers
 
     file_buffers.MIN_FILE_BYTES = 2**14
+    os.environ["TFLMS_SFT_PLAN_CACHE"] = str(Path(folder).parent / "plans")
     model, weights, unfinished = build(SHAPE), Path(folder, "saved.weights.h5"), Path(folder, "new.weights.h5")
     if weights.exists():
         model.load_weights(weights)

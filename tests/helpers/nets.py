@@ -60,9 +60,7 @@ def dense_block(x):
 def frozen_norm(x):
     for number in range(2):
         norm = layers.BatchNormalization(
-            beta_initializer="random_normal",
-            gamma_initializer="random_normal",
-            moving_mean_initializer="random_normal",
+            beta_initializer="random_normal", gamma_initializer="random_normal", moving_mean_initializer="random_normal"
         )
         norm.trainable = False
         x = layers.Activation("relu", name=f"relu{number}")(norm(conv(4, activation=None)(x)))

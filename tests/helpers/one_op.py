@@ -1,11 +1,13 @@
 """One op in a graph of its own, on the whole image and on tiles; a helper, no test."""
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from equivalence import TOLERANCE, error
 
@@ -13,7 +15,7 @@ from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize.canonicalize import canonicalize_graph
 from rewriters.emission import tile_pass
 from rewriters.errors import NotTileableError
-from rewriters.ir.graph import PER_PIXEL, Tensor
+from rewriters.ir.graph import PER_PIXEL, Graph, Tensor
 from rewriters.ir.graph_reader import from_concrete_function
 from rewriters.rules.contraction import CLASSIFICATIONS
 from rewriters.rules.registry import TileKind, find_rule
@@ -23,6 +25,11 @@ from rewriters.tiling.segment import Segment
 from rewriters.tiling.tile_planner import Grid, TilePlanner
 
 BATCH, HEIGHT, WIDTH = 3, 13, 14
+KNOWN_BATCH_IS_SLOW = pytest.mark.parametrize(
+    "batch_known", [pytest.param(True, marks=pytest.mark.slow), False], ids=["known", "unknown"]
+)
+"""The case of each rule has a batch of known size, so that its other uses rarely need one."""
+
 FULL, PARTIAL, INVARIANT, REDUCED = TileKind.FULL, TileKind.PARTIAL, TileKind.INVARIANT, TileKind.REDUCED
 
 
@@ -102,7 +109,7 @@ class OneOp:
             except NotTileableError:
                 continue
 
-    def tiled(self, kinds: tuple[TileKind, ...], result: TileKind, grid: Grid) -> list[np.ndarray]:
+    def tiled(self, kinds: tuple[TileKind, ...], result: TileKind, grid: Grid) -> Graph:
         """The op in a tile loop of its own: forward, or backward if a gradient goes in."""
         outs = [self.node.out(i) for i in range(len(self.node.outputs))]
         by_kind: dict[TileKind, list[Tensor]] = {kind: [] for kind in TileKind}
@@ -122,9 +129,9 @@ class OneOp:
         )
         planner = TilePlanner(self.analysis, segment)
         tile_loop = planner.forward(grid) if result is FULL else planner.backward(grid)
-        return self._run(tile_pass.SegmentPlan(segment, [tile_loop]))
+        return tile_pass.tile_segments(self.analysis, [tile_pass.SegmentPlan(segment, [tile_loop])])
 
-    def result_kind_gathered(self, grid: Grid) -> list[np.ndarray] | None:
+    def gathered(self, grid: Grid) -> Graph | None:
         """The op in a loop of a segment with barriers; `None` if its rule refuses."""
         data = self.rule.data(self.view)
         kinds = [FULL if p in data and self.analysis.is_image(t) else INVARIANT for p, t in enumerate(self.node.inputs)]
@@ -148,27 +155,23 @@ class OneOp:
             invariants=by_kind[INVARIANT],
             loop_specs=[
                 LoopSpec(
-                    level=0,
-                    backward=False,
-                    writes=writes,
-                    sums=sums,
-                    moments=[],
-                    body=[self.node],
-                    reads=by_kind[FULL],
+                    level=0, backward=False, writes=writes, sums=sums, moments=[], body=[self.node], reads=by_kind[FULL]
                 )
             ],
         )
-        return self._run(tile_pass.plan_segment(self.analysis, segment, grid))
+        return tile_pass.tile_segments(self.analysis, [tile_pass.plan_segment(self.analysis, segment, grid)])
 
-    def _run(self, plan: tile_pass.SegmentPlan) -> list[np.ndarray]:
-        graph = tile_pass.tile_segments(self.analysis, [plan])
-        importer = StepImporter(graph, self.concrete_fn)
+    def run(self, graphs: list[Graph]) -> list[list[np.ndarray]]:
+        """The results of the op, and of each graph. All are in one function, which is traced and optimized once."""
+        importers = [StepImporter(graph, self.concrete_fn) for graph in graphs]
         specs = [tf.TensorSpec(t.shape, t.dtype) for t in self.concrete_fn.inputs]
-        function = tf.function(lambda *args: importer(args), input_signature=specs, autograph=False)
-        return [np.array(value) for value in tf.nest.flatten(function(*map(tf.constant, self.arrays)))]
 
-    def whole(self) -> list[np.ndarray]:
-        return [np.array(value) for value in tf.nest.flatten(self.concrete_fn(*map(tf.constant, self.arrays)))]
+        @tf.function(input_signature=specs, autograph=False)
+        def function(*args: Any) -> Any:
+            return [tf.nest.flatten(each(args)) for each in (lambda args: self.concrete_fn(*args), *importers)]
+
+        with without_graph_optimizers():
+            return [[np.array(value) for value in values] for values in function(*map(tf.constant, self.arrays))]
 
     def fitting(self, grid: Grid) -> Grid:
         """The grid for as many axes as there are; images that are made of pixels are not split."""
@@ -180,25 +183,30 @@ class OneOp:
 
     def differing(self, *grids: Grid) -> dict[str, float]:
         """For every accepted use and grid where tiles give something else: the error."""
-        found: dict[str, float] = {}
         types = {t.dtype for t in (*self.node.inputs, self.node.out()) if t.dtype.is_floating}
         tolerance = 1e-6 if len(types) == 1 and tf.float32 in types else TOLERANCE
-        grids = tuple(map(self.fitting, grids))
-        want = self.whole()
-        uses = list(self.accepted())
-        for grid in grids:
-            gathered = self.result_kind_gathered(grid)
+        graphs: dict[str, Graph] = {}
+        for grid in map(self.fitting, grids):
+            gathered = self.gathered(grid)
             if gathered is not None:
-                worst = max(error(g, w) for g, w in zip(gathered, want, strict=True))
-                if not worst <= tolerance:
-                    found[f"gathered, grid {grid}"] = worst
-            assert uses or gathered is not None, f"no use of {self.node.op} is accepted"
-        for (kinds, result), grid in itertools.product(uses, grids):
-            got = self.tiled(kinds, result, grid)
-            worst = max(error(g, w) for g, w in zip(got, want, strict=True))
-            if not worst <= tolerance:
-                found[f"{[k.value for k in kinds]} -> {result.value}, grid {grid}"] = worst
-        return found
+                graphs[f"gathered, grid {grid}"] = gathered
+            for kinds, result in self.accepted():
+                use = f"{[k.value for k in kinds]} -> {result.value}, grid {grid}"
+                graphs[use] = self.tiled(kinds, result, grid)
+        assert graphs, f"no use of {self.node.op} is accepted"
+        want, *results = self.run(list(graphs.values()))
+        errors = [max(error(g, w) for g, w in zip(got, want, strict=True)) for got in results]
+        return {use: worst for use, worst in zip(graphs, errors, strict=True) if not worst <= tolerance}
+
+
+@contextlib.contextmanager
+def without_graph_optimizers() -> Iterator[None]:
+    """Leave functions as they are traced: optimizing one takes longer than running it."""
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+    try:
+        yield
+    finally:
+        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False})
 
 
 def image(*shape: int, low: float = -2.0, high: float = 2.0, seed: int = 0) -> np.ndarray:

@@ -125,12 +125,14 @@ def sums():
 
 LITTLE = unets.Architecture("little", 3, 1)
 CASES = {
-    "fit": Case((2, 2), architecture=LITTLE, regularizer="l2"),
+    "fit": Case((2, 2), regularizer="l2"),
     "loop": Case((1, 4), train=looped),
     "row": Case((1, 4), momentum, classes, classes=True, weighted=True, replicas=(1, 4)),
     "two for each": Case((4, 2), momentum_of_sums, sums, loss_reduction="sum"),
     "half of the batch": Case((1, 2), momentum, images=8),
-    "tiles of tiles": Case((2, 2), momentum, images=4, callbacks=(tflms_sft.SFT((2, 2), verbose=0),)),
+    "tiles of tiles": Case(
+        (2, 2), momentum, architecture=LITTLE, images=4, callbacks=(tflms_sft.SFT((2, 2), verbose=0),)
+    ),
 }
 
 

@@ -58,10 +58,7 @@ cases("DepthwiseConv2dNativeBackpropFilter", lambda: filter_gradient_case(True))
 cases("MaxPool", lambda: {"input": image(), **POOL})
 cases("AvgPool", lambda: {"value": image(), **POOL})
 cases("MaxPoolGrad", max_pool_gradient_case)
-cases(
-    "AvgPoolGrad",
-    lambda: {"orig_input_shape": Const((3, HEIGHT, WIDTH, 4)), "grad": image(3, 7, 7, 4), **POOL},
-)
+cases("AvgPoolGrad", lambda: {"orig_input_shape": Const((3, HEIGHT, WIDTH, 4)), "grad": image(3, 7, 7, 4), **POOL})
 
 cases("BiasAdd", lambda: {"value": image(), "bias": image(4)})
 cases("BiasAddGrad", lambda: {"out_backprop": image()})
@@ -148,8 +145,7 @@ cases(
 )
 cases("EluGrad SeluGrad", lambda: {"gradients": image(), "outputs": image(seed=1)})
 cases(
-    "TanhGrad SigmoidGrad SqrtGrad RsqrtGrad InvGrad ReciprocalGrad",
-    lambda: {"y": image(low=0.1), "dy": image(seed=1)},
+    "TanhGrad SigmoidGrad SqrtGrad RsqrtGrad InvGrad ReciprocalGrad", lambda: {"y": image(low=0.1), "dy": image(seed=1)}
 )
 
 # Volumes ----------------------------------------------------------------------------------------------------
@@ -189,10 +185,7 @@ cases("Conv3DBackpropFilterV2", lambda: conv3d("input", "filter_sizes", "out_bac
 cases("MaxPool3D", lambda: {"input": single(), **POOL3D})
 cases("AvgPool3D", lambda: {"input": single(), **POOL3D})
 cases("MaxPool3DGrad", max_pool3d_gradient)
-cases(
-    "AvgPool3DGrad",
-    lambda: {"orig_input_shape": Const(VOLUME), "grad": single(3, 7, 7, 7, 2), **POOL3D},
-)
+cases("AvgPool3DGrad", lambda: {"orig_input_shape": Const(VOLUME), "grad": single(3, 7, 7, 7, 2), **POOL3D})
 
 # Other shapes -----------------------------------------------------------------------------------------------
 
@@ -212,10 +205,7 @@ cases("Reshape", lambda: {"tensor": image(), "shape": Const([3, HEIGHT, WIDTH, 2
 cases("ExpandDims", lambda: {"input": image(), "axis": Const(2)})
 cases("Squeeze", lambda: {"input": image(3, HEIGHT, 1, WIDTH, 4), "axis": [2]})
 cases("Transpose", lambda: {"x": image(), "perm": Const([0, 3, 1, 2])})
-cases(
-    "SpaceToBatchND",
-    lambda: {"input": image(), "block_shape": Const([2, 3]), "paddings": Const([[2, 1], [1, 0]])},
-)
+cases("SpaceToBatchND", lambda: {"input": image(), "block_shape": Const([2, 3]), "paddings": Const([[2, 1], [1, 0]])})
 cases(
     "BatchToSpaceND",
     lambda: {"input": image(18, 5, 4, 2), "block_shape": Const([2, 3]), "crops": Const([[1, 0], [0, 2]])},
@@ -223,21 +213,14 @@ cases(
 cases("StridedSlice", lambda: {"input": image(), **MIDDLE})
 cases("StridedSliceGrad", lambda: {"shape": Const((3, HEIGHT, WIDTH, 4)), "dy": image(3, 4, 11, 2), **MIDDLE})
 cases("ResizeNearestNeighbor", lambda: {"images": image(), "size": Const([29, 9]), **HALF_PIXELS})
-cases(
-    "ResizeNearestNeighborGrad",
-    lambda: {"grads": image(3, 29, 9, 4), "size": Const([HEIGHT, WIDTH]), **HALF_PIXELS},
-)
+cases("ResizeNearestNeighborGrad", lambda: {"grads": image(3, 29, 9, 4), "size": Const([HEIGHT, WIDTH]), **HALF_PIXELS})
 cases(
     "ResizeBilinear",
     lambda: {"images": image().astype("float32"), "size": Const([2 * HEIGHT, 3 * WIDTH]), **HALF_PIXELS},
 )
 cases(
     "ResizeBilinearGrad",
-    lambda: {
-        "grads": image(3, 2 * HEIGHT, WIDTH // 2, 4).astype("float32"),
-        "original_image": image(),
-        **HALF_PIXELS,
-    },
+    lambda: {"grads": image(3, 2 * HEIGHT, WIDTH // 2, 4).astype("float32"), "original_image": image(), **HALF_PIXELS},
 )
 cases(
     "ResizeBicubic",
@@ -245,11 +228,7 @@ cases(
 )
 cases(
     "ResizeBicubicGrad",
-    lambda: {
-        "grads": image(3, 2 * HEIGHT, WIDTH // 2, 4).astype("float32"),
-        "original_image": image(),
-        **HALF_PIXELS,
-    },
+    lambda: {"grads": image(3, 2 * HEIGHT, WIDTH // 2, 4).astype("float32"), "original_image": image(), **HALF_PIXELS},
 )
 
 # Channels ---------------------------------------------------------------------------------------------------

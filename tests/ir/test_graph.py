@@ -167,11 +167,7 @@ def test_unique_name_appends_number():
 
 
 def test_num_bytes_counts_unknown_size_as_batch():
-    node = Node(
-        "n",
-        "Any",
-        outputs=[(tf.float32, (None, 5)), (tf.float16, (2, 3)), (tf.resource, ()), (tf.int8, None)],
-    )
+    node = Node("n", "Any", outputs=[(tf.float32, (None, 5)), (tf.float16, (2, 3)), (tf.resource, ()), (tf.int8, None)])
     assert [Tensor(node, index).num_bytes(batch=7) for index in range(4)] == [140, 12, 0, 0]
 
 

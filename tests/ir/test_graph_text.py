@@ -27,11 +27,6 @@ STEP = """graph(
 """
 
 
-@pytest.fixture(autouse=True)
-def fresh_keras():
-    """Nothing here touches Keras."""
-
-
 def traced(function, *specs):
     return from_concrete_function(tf.function(function, autograph=False).get_concrete_function(*specs))
 

@@ -37,11 +37,6 @@ graph(
 """
 
 
-@pytest.fixture(autouse=True)
-def fresh_keras():
-    """Nothing here touches Keras."""
-
-
 def with_metadata(graph, **of_nodes):
     for name, metadata in of_nodes.items():
         graph.nodes[name].metadata = metadata

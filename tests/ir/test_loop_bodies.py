@@ -117,9 +117,7 @@ def test_add_body_same_function_again_runs_the_same():
     values = np.ones((3, 4), "float32")
     (result,) = tf.compat.v1.wrap_function(
         lambda x: tf.graph_util.import_graph_def(
-            graph.to_graph_def(),
-            input_map={graph.inputs[0].name: x},
-            return_elements=[t.name for t in graph.outputs],
+            graph.to_graph_def(), input_map={graph.inputs[0].name: x}, return_elements=[t.name for t in graph.outputs]
         ),
         [tf.TensorSpec((3, 4))],
     )(tf.constant(values))

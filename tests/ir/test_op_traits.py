@@ -41,11 +41,6 @@ WITHOUT_THE_TRAIT = {
 """Op types with a rule derived from `Pointwise` that are not elementwise, and why."""
 
 
-@pytest.fixture(autouse=True)
-def fresh_keras():
-    """Nothing here touches Keras."""
-
-
 def is_op(word: str) -> bool:
     return word.isidentifier() and word[0].isupper() and op_def_registry.get(word) is not None
 

@@ -31,6 +31,8 @@ import tflms_sft
 from tflms_sft import SFT, BudgetError, MemoryBudget, SegmentSpec
 from tflms_sft._planner.traced_step import TracedStep
 
+pytestmark = pytest.mark.usefixtures("cached_plans")
+
 # The same results as plain training ------------------------------------------------------------------------
 
 
@@ -168,12 +170,13 @@ def test_evaluate_and_predict_inside_fit_run_original():
 # Normalisation that trains ----------------------------------------------------------------------------------
 
 
-def test_batch_norm_in_training_mode_is_tiled_between_barriers():
+def test_batch_norm_in_training_mode_is_tiled_between_barriers(capsys):
     callback = tiles()
     net(norm=True).fit(X, Y, batch_size=4, callbacks=[callback], **SETTINGS)
     (segment,) = callback.plan.segments
     assert segment.num_loops >= 4 and not callback.plan.left_alone
     assert "loops between barriers" in callback.plan.summary()
+    assert capsys.readouterr().out == "", "with `verbose=0`"
 
 
 @pytest.mark.slow
@@ -252,9 +255,10 @@ def test_budget_infeasible_raises_in_first_step():
 def test_verbose_prints_plan_and_peak(capsys, monkeypatch):
     measure_steps(monkeypatch, None)
     callback = SFT((2, 3))
+    assert callback.plan is None
     net().fit(X, Y, batch_size=4, epochs=2, callbacks=[callback], **SETTINGS)
     start, peak = capsys.readouterr().out.splitlines()
-    assert start == f"tflms-sft: {callback.plan.headline()}"
+    assert "XLA" not in start and start == f"tflms-sft: {callback.plan.headline()}"
     assert start.startswith("tflms-sft: 1 segment(s) in 2 rows x 3 columns of tiles, predicted peak ")
     assert peak.startswith("tflms-sft: peak of the first step not measured")
     assert callback.plan.measured is None
@@ -268,45 +272,22 @@ def measured_peaks(monkeypatch):
     return peaks
 
 
-def test_peak_line_has_measured_and_predicted_peak(capsys, measured_peaks):
-    measured_peaks.append(500 * 2**10)
-    callback = MemoryBudget(BUDGET)
-    net().fit(X, Y, batch_size=4, callbacks=[callback], **SETTINGS)
-    start, line = capsys.readouterr().out.splitlines()
-    assert start.endswith(", budget 700 KiB")
-    assert line.startswith("tflms-sft: measured peak 500 KiB in the first step, predicted ") and "OVER" not in line
-    assert callback.plan.measured.peak_bytes == 500 * 2**10
-
-
-def test_peak_line_of_small_tensors_names_the_size_that_counts(capsys, measured_peaks, plan_with):
+def test_peak_line_has_measured_and_predicted_peak(capsys, measured_peaks, plan_with):
+    """If both are far apart, it names the size of tensors that count."""
     plan_with(min_counted_bytes=2**15)
     measured_peaks += [100 * 2**10, 690 * 2**10]
+    callback = MemoryBudget(BUDGET)
     for _ in range(2):
-        net().fit(X, Y, batch_size=4, callbacks=[MemoryBudget(BUDGET)], **SETTINGS)
-    _, low, _, near = capsys.readouterr().out.splitlines()
-    assert low.endswith("; this device does not count tensors below 32 KiB")
-    assert "does not count" not in near
+        net().fit(X, Y, batch_size=4, callbacks=[callback], **SETTINGS)
+    start, low, _, near = capsys.readouterr().out.splitlines()
+    assert start.endswith(", budget 700 KiB")
+    assert low.startswith("tflms-sft: measured peak 100 KiB in the first step, predicted ") and "OVER" not in low
+    assert low.endswith("; this device does not count tensors below 32 KiB") and "does not count" not in near
+    assert callback.plan.measured.peak_bytes == 690 * 2**10
 
 
-def test_step_over_budget_is_planned_again(capsys, measured_peaks):
-    measured_peaks += [750 * 2**10, 600 * 2**10]
-    plans = []
-
-    class Watching(MemoryBudget):
-        def on_train_batch_end(self, batch, logs=None):
-            plans.append(self.plan)
-
-    fitted(Watching(BUDGET), lambda m, c: m.fit(X, Y, batch_size=4, epochs=2, callbacks=c, **SETTINGS))
-    first, second = plans[0], plans[-1]
-    assert first is not second and second.measured.peak_bytes == 600 * 2**10
-    limit = 0.9 * second.memory_budget - (750 * 2**10 - first.predicted.peak_bytes)
-    assert second.predicted.peak_bytes <= limit < first.predicted.peak_bytes
-    lines = [line for line in capsys.readouterr().out.splitlines() if "measured peak" in line]
-    assert lines[0].endswith("OVER the budget of 700 KiB: planning again with the measured peak")
-    assert len(lines) == 2 and "OVER" not in lines[1]
-
-
-def test_second_plan_keeps_trace_analysis_and_estimates(measured_peaks, monkeypatch):
+def test_step_over_budget_is_planned_again(capsys, measured_peaks, monkeypatch):
+    """The second plan keeps trace, analysis and estimates."""
     counts, kept = collections.Counter(), set()
 
     def once(traced, name, compute, computed=TracedStep.once):
@@ -315,6 +296,7 @@ def test_second_plan_keeps_trace_analysis_and_estimates(measured_peaks, monkeypa
         return computed(traced, name, compute)
 
     monkeypatch.setattr(TracedStep, "once", once)
+    monkeypatch.setenv("TFLMS_SFT_PLAN_CACHE", "off")
     measured_peaks += [750 * 2**10, 600 * 2**10]
     plans = []
 
@@ -322,10 +304,16 @@ def test_second_plan_keeps_trace_analysis_and_estimates(measured_peaks, monkeypa
         def on_train_batch_end(self, batch, logs=None):
             plans.append(self.plan)
 
-    fitted(Watching(BUDGET), lambda m, c: m.fit(X, Y, batch_size=4, epochs=2, **SETTINGS, callbacks=c))
-    assert plans[0].predicted.peak_bytes > plans[-1].predicted.peak_bytes
+    fitted(Watching(BUDGET), lambda m, c: m.fit(X, Y, batch_size=4, epochs=2, callbacks=c, **SETTINGS))
     assert len(kept) == 1 and {"search", "costs", "plain", "seconds"} <= counts.keys()
     assert set(counts.values()) == {1}
+    first, second = plans[0], plans[-1]
+    assert first is not second and second.measured.peak_bytes == 600 * 2**10
+    limit = 0.9 * second.memory_budget - (750 * 2**10 - first.predicted.peak_bytes)
+    assert second.predicted.peak_bytes <= limit < first.predicted.peak_bytes
+    lines = [line for line in capsys.readouterr().out.splitlines() if "measured peak" in line]
+    assert lines[0].endswith("OVER the budget of 700 KiB: planning again with the measured peak")
+    assert len(lines) == 2 and "OVER" not in lines[1]
 
 
 def test_later_step_over_budget_is_said_once_and_next_epoch_is_planned_again(capsys, measured_peaks):
@@ -362,11 +350,13 @@ def test_later_step_over_budget_without_smaller_plan_trains_on(measured_peaks):
 def test_later_step_over_budget_without_epochs_gives_a_remedy(capsys, measured_peaks):
     measured_peaks += [600 * 2**10, 750 * 2**10, 760 * 2**10]
     model = net()
-    with tflms_sft.budget(model, "700KiB"):
+    with tflms_sft.budget(model, "700KiB") as installed:
         for _ in range(3):
             model.train_on_batch(X[:4], Y[:4])
-    lines = [line for line in capsys.readouterr().out.splitlines() if "a later step used" in line]
-    assert lines == ["tflms-sft: a later step used 750 KiB, more than its budget of 700 KiB; pass a larger `headroom`."]
+    start, *lines = capsys.readouterr().out.splitlines()
+    assert start == f"tflms-sft: {installed.plan.headline()}"
+    (line,) = (line for line in lines if "a later step used" in line)
+    assert line.endswith("a later step used 750 KiB, more than its budget of 700 KiB; pass a larger `headroom`.")
 
 
 earlier_work = pytest.mark.parametrize("is_used", [False, True], ids=["fresh", "used"])
@@ -409,26 +399,6 @@ def test_budget_without_rewriting_prints_headline(capsys):
     net().fit(X, Y, batch_size=4, callbacks=[callback], **SETTINGS)
     assert not callback.plan.changed
     assert "tflms-sft: nothing rewritten, predicted peak " in capsys.readouterr().out
-
-
-def test_budget_context_prints_plan_and_peak(capsys):
-    model = net()
-    with tflms_sft.budget(model, BUDGET) as installed:
-        model.train_on_batch(X[:4], Y[:4])
-    start, _ = capsys.readouterr().out.splitlines()
-    assert start == f"tflms-sft: {installed.plan.headline()}"
-
-
-@pytest.mark.slow
-def test_verbose_zero_prints_nothing(capsys):
-    net().fit(X, Y, batch_size=4, callbacks=[tiles()], **SETTINGS)
-    with tflms_sft.budget(net(), BUDGET, verbose=0):
-        pass
-    assert capsys.readouterr().out == ""
-
-
-def test_callback_plan_before_first_step_is_none():
-    assert tiles().plan is None and budgeted().plan is None
 
 
 # Several images ---------------------------------------------------------------------------------------------

@@ -242,16 +242,10 @@ def test_evaluate_and_predict_model_without_weights_equal_plain(name):
     assert callback.evaluate_plan.changed
 
 
-@pytest.mark.parametrize("name", [n for n in MODELS if n != "two optimizers"])
+@pytest.mark.parametrize("name", MODELS)
 def test_verify_custom_trainer_agrees(name):
-    assert tflms_sft.verify(compiled(MODELS[name]), (X[:4], Y[:4]), SFT_PARAMS)
-
-
-def test_verify_two_optimizers_agrees():
-    assert tflms_sft.verify(compiled(Adversaries), X[:4], SFT_PARAMS)
-
-
-SFT_PARAMS = tflms_sft.SFTParams((2, 2))
+    batch = X[:4] if name == "two optimizers" else (X[:4], Y[:4])
+    assert tflms_sft.verify(compiled(MODELS[name]), batch, tflms_sft.SFTParams((2, 2)))
 
 
 # Models without a graph ------------------------------------------------------------------------------------

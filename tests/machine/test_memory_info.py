@@ -52,10 +52,7 @@ def test_memory_of_a_planned_card_needs_no_device():
         assert AutoParams().resolved(2**30).memory_budget == int(0.9 * card.memory_limit)
 
 
-@pytest.mark.parametrize(
-    ("workers", "devices"),
-    [(GPUS, GPUS), (GPUS[:1], ()), (("CPU:0", "CPU:1"), ())],
-)
+@pytest.mark.parametrize(("workers", "devices"), [(GPUS, GPUS), (GPUS[:1], ()), (("CPU:0", "CPU:1"), ())])
 def test_replicas_name_their_gpus(workers, devices):
     """Logical CPU devices share one memory."""
     names = [f"/job:localhost/replica:0/task:0/device:{name}" for name in workers]

@@ -11,12 +11,6 @@ import tflms_sft
 from tflms_sft import AutoParams, SegmentSpec, SFTParams
 from tflms_sft._params.tile_counts import parse_num_tiles
 
-
-@pytest.fixture(autouse=True)
-def fresh_keras():
-    """Nothing here touches Keras, and resetting it takes longer than the tests."""
-
-
 IMAGE, VOLUME, SEQUENCE = ("height", "width"), ("depth", "height", "width"), (None, "length")
 SPEC = SegmentSpec("input", "pool", num_tiles=(2, 2))
 
@@ -240,10 +234,7 @@ def test_headroom_out_of_range_is_refused(value, kind):
     ids=repr,
 )
 def test_checked_shape_accepts_three_to_five_positive_integers(value, kind):
-    for make in (
-        lambda: tflms_sft.SFT(batch_shape=value),
-        lambda: tflms_sft.MemoryBudget("1GiB", batch_shape=value),
-    ):
+    for make in (lambda: tflms_sft.SFT(batch_shape=value), lambda: tflms_sft.MemoryBudget("1GiB", batch_shape=value)):
         with pytest.raises(kind, match=r"`batch_shape` must be \(batch, height, width, channels\)") as error:
             make()
         assert f"batch_shape={value!r}" in str(error.value)

@@ -9,11 +9,6 @@ from rewriters.pipelining.schedules import make
 from tflms_sft import gems
 
 
-@pytest.fixture(autouse=True)
-def fresh_keras():
-    """Nothing here touches Keras, and resetting it takes longer than the tests."""
-
-
 @st.composite
 def stages(draw, least=1):
     """Whole seconds of forward, backward and borders: all sums of them are exact."""

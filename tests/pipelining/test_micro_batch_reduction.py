@@ -10,13 +10,10 @@ import tflms_sft
 from rewriters.errors import PipelineError
 from tflms_sft import PipelineParams
 
+pytestmark = pytest.mark.usefixtures("double_precision")
+
 TOLERANCE = 1e-12
 mean = tf.reduce_mean
-
-
-@pytest.fixture(autouse=True)
-def in_float64(fresh_keras):
-    keras.config.set_floatx("float64")
 
 
 def descending(loss_and_result):
@@ -29,6 +26,20 @@ def descending(loss_and_result):
             loss, result = loss_and_result(w, *args)
         w.assign_sub(0.1 * tape.gradient(loss, w))
         return loss, result
+
+    return step, w
+
+
+def descending_alone(loss, returned):
+    """A step that returns its loss twice or nothing, and its weight."""
+    w = tf.Variable(np.eye(3) + 0.1)
+
+    @tf.function(autograph=False)
+    def step(x):
+        with tf.GradientTape() as tape:
+            value = loss(w, x)
+        w.assign_sub(0.1 * tape.gradient(value, w))
+        return (value, value) if returned else ()
 
     return step, w
 
@@ -253,37 +264,21 @@ def test_keras_discriminator_equals_original_step():
 def test_sample_weights_equal_original_step(name, returned):
     """Whether or not the step returns its loss: without it the forward product is not there, its gradient is."""
     loss, reduction = WEIGHTED[name]
-    w = tf.Variable(np.eye(3) + 0.1)
-
-    @tf.function(autograph=False)
-    def step(x):
-        with tf.GradientTape() as tape:
-            value = loss(x @ w, x)
-        w.assign_sub(0.1 * tape.gradient(value, w))
-        return (value, value) if returned else ()
-
-    error, _ = compared((step, w), X, loss_reduction=reduction)
+    made = descending_alone(lambda w, x: loss(x @ w, x), returned)
+    error, _ = compared(made, X, loss_reduction=reduction)
     assert error < TOLERANCE
     other = "sum" if reduction == "mean" else "mean"
     with pytest.raises(PipelineError, match=f'pass `loss_reduction="{reduction}"`'):
-        compared((step, w), X, loss_reduction=other)
+        compared(made, X, loss_reduction=other)
 
 
 @pytest.mark.parametrize("returned", [True, False], ids=["loss", "no loss"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("name", NUMBERED)
 def test_weights_by_sample_numbers_are_refused(name, reduction, returned):
-    w = tf.Variable(np.eye(3) + 0.1)
-
-    @tf.function(autograph=False)
-    def step(x):
-        with tf.GradientTape() as tape:
-            value = NUMBERED[name](x @ w, x)
-        w.assign_sub(0.1 * tape.gradient(value, w))
-        return (value, value) if returned else ()
-
+    made = descending_alone(lambda w, x: NUMBERED[name](x @ w, x), returned)
     with pytest.raises(PipelineError, match=INDEXED):
-        compared((step, w), X, loss_reduction=reduction)
+        compared(made, X, loss_reduction=reduction)
 
 
 @pytest.mark.parametrize(
@@ -331,35 +326,22 @@ def test_row_indices_count_from_first_sample_of_micro_batch():
 @pytest.mark.parametrize("turned", [lambda rows: rows[::-1], lambda rows: (rows + 1) % tf.size(rows)])
 @pytest.mark.parametrize("returned", [True, False])
 def test_row_indices_of_other_samples_are_refused(turned, returned):
-    w = tf.Variable(np.eye(3))
-
-    @tf.function(autograph=False)
-    def step(x):
-        rows = turned(tf.range(tf.shape(x)[0]))
-        with tf.GradientTape() as tape:
-            value = mean(tf.gather_nd(tf.tanh(x @ w), rows[:, None]) * x)
-        w.assign_sub(0.1 * tape.gradient(value, w))
-        return (value, value) if returned else ()
+    def loss(w, x):
+        return mean(tf.gather_nd(tf.tanh(x @ w), turned(tf.range(tf.shape(x)[0]))[:, None]) * x)
 
     with pytest.raises(PipelineError, match=INDEXED):
-        compared((step, w), X)
+        compared(descending_alone(loss, returned), X)
 
 
 @pytest.mark.parametrize("samples", [slice(4), slice(3), slice(None, None, 2)])
 @pytest.mark.parametrize("returned", [True, False])
 def test_subset_of_samples_is_refused(samples, returned):
-    w = tf.Variable(np.eye(3))
-
-    @tf.function(autograph=False)
-    def step(x):
+    def loss(w, x):
         count = tf.shape(x)[0] // 2
-        with tf.GradientTape() as tape:
-            value = mean((x @ w)[: count if samples.stop == 4 else samples.stop : samples.step])
-        w.assign_sub(0.1 * tape.gradient(value, w))
-        return (value, value) if returned else ()
+        return mean((x @ w)[: count if samples.stop == 4 else samples.stop : samples.step])
 
     with pytest.raises(PipelineError, match=rf"mix samples of the batch: `[\w/]+` \((StridedSlice|MatMul)\)|{INDEXED}"):
-        compared((step, w), X)
+        compared(descending_alone(loss, returned), X)
 
 
 def test_value_with_two_batch_axes_is_refused():

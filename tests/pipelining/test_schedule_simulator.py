@@ -20,11 +20,6 @@ from tflms_sft._report.schedule_chart import COLORS, EXCHANGED, draw_schedule
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 
 
-@pytest.fixture(autouse=True)
-def fresh_keras():
-    """Nothing here touches Keras, and resetting it takes longer than the tests."""
-
-
 @st.composite
 def cases(draw, names=tuple(schedules.SCHEDULES), replicas=(1, 2)):
     """A schedule, and whole seconds for its stages and borders: sums of them are exact."""

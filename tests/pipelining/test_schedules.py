@@ -10,11 +10,6 @@ from rewriters.pipelining.schedules import Direction, Schedule, Slot, hybrid, ma
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 
 
-@pytest.fixture(autouse=True)
-def fresh_keras():
-    """Nothing here touches Keras, and resetting it takes longer than the tests."""
-
-
 def order(schedule):
     """A line for each device: what it does for which micro-batch in which stage, `F` or `B`, micro-batch, stage."""
     return [

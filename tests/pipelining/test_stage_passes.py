@@ -40,6 +40,8 @@ from tflms_sft._planner.requested_tiles import StageBounds, plan_sft
 from tflms_sft._planner.traced_step import TracedStep, analyse_step
 from tflms_sft._trace.layer_names import LayerRecord
 
+pytestmark = pytest.mark.usefixtures("double_precision")
+
 TOLERANCE = 1e-10
 SWAPPED = 1e-12
 """Swaps and placement change no number, so that what is left are the sums of micro-batches."""
@@ -56,11 +58,6 @@ def found():
 @pytest.fixture(scope="module")
 def long_found():
     return printed("pipelined.py", "inside", "long")
-
-
-@pytest.fixture(autouse=True)
-def in_float64(fresh_keras):
-    keras.config.set_floatx("float64")
 
 
 # On devices -------------------------------------------------------------------------------------------------
@@ -90,8 +87,9 @@ def test_staged_three_steps_in_all_schedules_equal_plain(long_found, kind, what,
     check(long_found[f"{kind} {what} {schedule} {count}"], what, count)
 
 
-def test_staged_replicas_equal_plain(found):
-    assert found["hybrid"]["error"] < TOLERANCE and found["hybrid"]["devices"] == 8
+@pytest.mark.slow
+def test_staged_replicas_equal_plain(long_found):
+    assert long_found["hybrid"]["error"] < TOLERANCE and long_found["hybrid"]["devices"] == 8
 
 
 def test_staged_fit_equals_plain(found):

@@ -1,6 +1,7 @@
 """Test plans of tiles, swaps or both for a budget, and `LMSParams.tuned`."""
 
 import dataclasses
+import functools
 import math
 import os
 import re
@@ -90,11 +91,23 @@ def step_of(model):
     return tf.function(lambda x, y: model.train_step((x, y)))
 
 
-def plan_for(body, part, **options):
+@functools.cache
+def step_for(body):
+    """Return a training step, and the bytes that it needs as it is."""
     step, data = step_of(model_of(body)), data_for(body)
-    plain = tflms_sft.rewrite(step, AutoParams("8GiB"), data, LABELS[: len(data)]).plan.original.peak_bytes
-    budget = int(part * plain / 0.9)
+    plain = tflms_sft.rewrite(step, AutoParams("8GiB"), data, LABELS[: len(data)]).plan
+    return step, plain.original.peak_bytes
+
+
+def plan_for(body, part, **options):
+    (step, peak_bytes), data = step_for(body), data_for(body)
+    budget = int(part * peak_bytes / 0.9)
     return tflms_sft.rewrite(step, AutoParams(budget, **options), data, LABELS[: len(data)]).plan, budget
+
+
+def traced_volumes():
+    concrete_fn, record = trace_step(step_for(normed_volumes)[0], (VOLUMES, LABELS), {})
+    return analyse_step(concrete_fn, record, len(VOLUMES))
 
 
 def test_budget_above_peak_leaves_step_unchanged():
@@ -116,8 +129,7 @@ def test_budget_where_no_tiles_fit_plans_swaps():
 
 
 def test_feasible_plan_with_swaps_has_the_peak_of_its_step():
-    concrete_fn, record = trace_step(step_of(model_of(normed_volumes)), (VOLUMES, LABELS), {})
-    traced = analyse_step(concrete_fn, record, len(VOLUMES))
+    traced = traced_volumes()
     limit = int(0.8 * traced.plain.peak.peak_bytes)
     feasible = swaps_alone(traced, SwapParams(min_bytes=0), limit)
     swapped = apply_swaps(traced, traced.analysis.graph, feasible.plan.swaps)
@@ -356,11 +368,10 @@ def test_slow_plan_of_swaps_notes_fewer_swaps_with_larger_budget(set_rates):
 
 
 def test_tuned_swaps_fewest_tensors_with_longest_prefetch():
-    step = step_of(model_of(normed_volumes))
-    plain = tflms_sft.rewrite(step, AutoParams("8GiB"), VOLUMES, LABELS).plan.original.peak_bytes
+    step, peak_bytes = step_for(normed_volumes)
     tuned = {}
     for part in (0.65, 0.75):
-        budget = int(part * plain / 0.9)
+        budget = int(part * peak_bytes / 0.9)
         params = LMSParams.tuned(step, budget, VOLUMES, LABELS, tier="disk", min_bytes=0)
         plan = tflms_sft.rewrite(step, params, VOLUMES, LABELS).plan
         assert plan.predicted.peak_bytes <= 0.9 * budget and len(plan.swaps) == params.n_tensors
@@ -396,8 +407,7 @@ def test_smallest_budget_of_tuned_swaps_can_be_met(options, monkeypatch):
 
 def swap_search(**options):
     """Return the search for swaps of a network of volumes."""
-    concrete_fn, record = trace_step(step_of(model_of(normed_volumes)), (VOLUMES, LABELS), {})
-    return SwapSearch(analyse_step(concrete_fn, record, len(VOLUMES)), [], SwapParams(min_bytes=0, **options))
+    return SwapSearch(traced_volumes(), [], SwapParams(min_bytes=0, **options))
 
 
 def test_peak_above_a_limit_is_not_taken_for_the_highest(plan_with):
@@ -421,9 +431,8 @@ def test_lowest_peak_of_swaps_is_searched_beyond_a_rise_unless_one_returns_at_a_
 
 
 def test_tuned_with_measured_peak_over_budget_swaps_more(monkeypatch):
-    step = step_of(model_of(normed_volumes))
-    plain = tflms_sft.rewrite(step, AutoParams("8GiB"), VOLUMES, LABELS).plan.original.peak_bytes
-    budget = int(0.85 * plain / 0.9)
+    step, peak_bytes = step_for(normed_volumes)
+    budget = int(0.85 * peak_bytes / 0.9)
     counts = []
 
     def measured(step, params, arguments):
@@ -439,7 +448,7 @@ def test_tuned_with_measured_peak_over_budget_swaps_more(monkeypatch):
 
 
 def test_tuned_without_batch_or_memory_raises():
-    step = step_of(model_of(normed_volumes))
+    step, _ = step_for(normed_volumes)
     specs = tf.TensorSpec((None, 16, 16, 16, 2)), tf.TensorSpec((None,), tf.int64)
     with pytest.raises(tflms_sft.RewriteError, match="The batch size is unknown, and a budget needs one"):
         LMSParams.tuned(step, "1GiB", *specs, tier="disk", min_bytes=0)
@@ -454,11 +463,10 @@ def test_tuned_without_batch_or_memory_raises():
 
 
 def test_auto_budget_equals_free_memory(monkeypatch):
-    step = step_of(model_of(tileable))
-    plain = tflms_sft.rewrite(step, AutoParams("8GiB"), IMAGES, LABELS[:2]).plan.original
-    monkeypatch.setattr("tflms_sft._params.tile_params.free_device_memory", lambda devices: plain.peak_bytes // 2)
+    step, peak_bytes = step_for(tileable)
+    monkeypatch.setattr("tflms_sft._params.tile_params.free_device_memory", lambda devices: peak_bytes // 2)
     plan = tflms_sft.rewrite(step, AutoParams("auto"), IMAGES, LABELS[:2]).plan
-    assert plan.memory_budget == int(0.9 * (plain.peak_bytes // 2 + plain.fixed_bytes))
+    assert plan.memory_budget == int(0.9 * (peak_bytes // 2 + plan.original.fixed_bytes))
     assert plan.changed and plan.predicted.peak_bytes <= 0.9 * plan.memory_budget
     assert AutoParams() == AutoParams("auto")
     model = model_of(tileable)

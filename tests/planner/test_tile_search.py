@@ -1,6 +1,7 @@
 """Test the search for tiles within a budget: grids, paths through blocks, and preferences."""
 
 import dataclasses
+import functools
 import gc
 import itertools
 import math
@@ -42,6 +43,7 @@ def step_of(height, width, depth=3, filters=8, batch=1, pooled=True):
     return gradient_step(model_of(image, x))
 
 
+@functools.cache
 def segment_of(height, width):
     step = step_of(height, width)
     analysis = GraphAnalysis(read_canonical(step.get_concrete_function(tf.TensorSpec((1, height, width, 3)))))

@@ -25,11 +25,6 @@ with_generated_parts = runpy.run_path(str(ROOT / "docs" / "site_hooks.py"))["wit
 RUNNABLE = [page for page in PAGES if any(block.runs for block in blocks(page))]
 
 
-@pytest.fixture(autouse=True)
-def fresh_keras():
-    """Pages run in processes of their own, and resetting Keras takes longer than the other tests."""
-
-
 def called(page):
     return page.relative_to(ROOT).as_posix()
 

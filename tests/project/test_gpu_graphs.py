@@ -21,10 +21,7 @@ def test_interrupted_check_of_graphs_goes_on_with_missing_steps(monkeypatch, tmp
         return (
             {"failed": "no plan"}
             if case.plan == "strips"
-            else {
-                "kernels": kernels(missing={"Split int32": 2}),
-                "layout": LAYOUT,
-            }
+            else {"kernels": kernels(missing={"Split int32": 2}), "layout": LAYOUT}
         )
 
     monkeypatch.setattr(gpu_graphs, "run", run)

@@ -17,11 +17,6 @@ def pytest_collection_modifyitems(session, items):
 TWO = "def test_short(): pass\ndef test_long(): pass\n"
 
 
-@pytest.fixture(autouse=True)
-def fresh_keras():
-    """Nothing here touches Keras."""
-
-
 @pytest.fixture
 def run(tmp_path):
     """Runs some tests of two files, of one of which the list has a test that is there and one that is gone."""

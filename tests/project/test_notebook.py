@@ -47,11 +47,6 @@ json.dumps({
 NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 
 
-@pytest.fixture(autouse=True)
-def fresh_keras():
-    """The notebook runs in a process of its own, and resetting Keras takes longer than the other tests."""
-
-
 def run_notebook(notebook, folder):
     """Run all cells in a folder, in a new process."""
     environment = {**os.environ, **ENVIRONMENT}

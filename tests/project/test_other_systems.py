@@ -8,11 +8,6 @@ SYSTEMS = ("darwin", "win32")
 NO_DISK = "it needs `os.pwrite` and `os.pread` (Linux or macOS)"
 
 
-@pytest.fixture(autouse=True)
-def fresh_keras():
-    """Nothing here touches Keras."""
-
-
 @pytest.fixture(scope="module", params=SYSTEMS)
 def system(request):
     """Name of a system, and the output of a child process on it."""

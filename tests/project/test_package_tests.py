@@ -1,15 +1,9 @@
 """`make test-for`: each package has tests, and the table names tests that exist."""
 
 import package_tests
-import pytest
 from import_graph import FILES, ROOT
 
 TABLE = package_tests.package_tests()
-
-
-@pytest.fixture(autouse=True)
-def fresh_keras():
-    """Nothing here touches Keras."""
 
 
 def test_each_package_has_tests():

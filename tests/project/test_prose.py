@@ -108,11 +108,6 @@ CODE = re.compile(r"^ *```.*?^ *```|`[^`\n]*`|<!--.*?-->|\]\([^)]*\)", flags=re.
 """Blocks of code, names, comments and addresses of links."""
 
 
-@pytest.fixture(autouse=True)
-def fresh_keras():
-    """Nothing here uses Keras."""
-
-
 PATTERNS = {term: re.compile(pattern.replace(" ", r"\s+"), re.IGNORECASE) for term, (pattern, _, _) in GLOSSARY.items()}
 
 

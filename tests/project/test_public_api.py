@@ -1,6 +1,7 @@
 """Public names and docstrings, imports, and the absence of network names in the code."""
 
 import ast
+import functools
 import importlib
 import inspect
 import re
@@ -16,11 +17,7 @@ FILES = sorted(p for folder in ("tflms_sft", "rewriters") for p in (ROOT / folde
 NETWORKS = re.compile(r"(?<![a-z])(vgg|resnet|unet|u_net|densenet|mobilenet|xception|inception|darknet|efficientnet)")
 
 
-@pytest.fixture(autouse=True)
-def fresh_keras():
-    """Nothing here touches Keras, and resetting it takes longer than the tests."""
-
-
+@functools.cache
 def imported(path):
     """Names of all modules that a file imports, those inside functions too."""
     found = set()

@@ -21,11 +21,6 @@ FETCHED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "vid
 FETCHED_LINKS = {"stylesheet", "icon", "shortcut icon", "preload", "prefetch", "modulepreload", "preconnect"}
 
 
-@pytest.fixture(autouse=True)
-def fresh_keras():
-    """Nothing here touches Keras, and resetting it takes longer than the tests."""
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
     """The site. Its build fails at a warning; with `--quiet`, mkdocs would not count warnings."""

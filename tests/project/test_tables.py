@@ -16,11 +16,6 @@ NAMED = {
 }
 
 
-@pytest.fixture(autouse=True)
-def fresh_keras():
-    """No model is built here."""
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(_child.ROOT).as_posix())
 def test_page_shows_the_results(page):
     text = page.read_text(encoding="utf-8")

@@ -11,11 +11,6 @@ from version_pairs import Problem
 OLDEST, NEWEST = version_pairs.pairs()
 
 
-@pytest.fixture(autouse=True)
-def fresh_keras():
-    """Nothing here touches Keras."""
-
-
 def test_pairs_are_the_ends_of_the_supported_versions():
     assert (OLDEST.pythons[0], NEWEST.pythons[0]) == version_pairs.VERSIONS["PYTHON_RELEASES"] == ((3, 10), (3, 13))
     assert OLDEST.packages == ("tensorflow==2.18.*", "keras==3.8.*")

@@ -22,11 +22,6 @@ LONG = (
 )
 
 
-@pytest.fixture(autouse=True)
-def fresh_keras():
-    """Nothing here touches Keras, and resetting it takes longer than the tests."""
-
-
 def texts_of(figure):
     """Return the texts of a figure with their boxes in pixels."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -12,11 +12,6 @@ from tflms_sft import Measurement, Timeline
 from tflms_sft._report.html_page import MAX_SVG_POINTS
 
 
-@pytest.fixture(autouse=True)
-def fresh_keras():
-    """Nothing here touches Keras, and resetting it takes longer than the tests."""
-
-
 class _Reader(html.parser.HTMLParser):
     """Collects table cells, unclosed tags and external resources."""
 

@@ -1,6 +1,7 @@
 """Test plans in files: saved ones, and the cache of later processes."""
 
 import dataclasses
+import functools
 import json
 import re
 
@@ -37,8 +38,15 @@ def planned(build, params):
     return tflms_sft.rewrite(train_step(model), params, *specs_of(model)).plan
 
 
+@functools.cache
 def budget_of(build):
     return int(FRACTIONS[build] * planned(build, AutoParams("1GiB")).original.peak_bytes)
+
+
+@functools.cache
+def plan_of_vgg():
+    """Return a plan for a budget, which the tests do not change."""
+    return planned(vgg, AutoParams(budget_of(vgg), headroom=0))
 
 
 @pytest.fixture
@@ -67,10 +75,10 @@ def test_cached_plan_of_equal_step_needs_no_search(build, cache, no_search):
 
 
 def test_cache_of_other_budget_or_step_is_not_used(cache, no_search):
-    budget = budget_of(vgg)
-    planned(vgg, AutoParams(budget, headroom=0))
+    budget = budget_of(unet_2d)
+    planned(unet_2d, AutoParams(budget, headroom=0))
     no_search()
-    for build, params in ((vgg, AutoParams(budget - 1, headroom=0)), (unet_2d, AutoParams(budget, headroom=0))):
+    for build, params in ((unet_2d, AutoParams(budget - 1, headroom=0)), (vgg, AutoParams(budget, headroom=0))):
         with pytest.raises(AssertionError, match="a search was started"):
             planned(build, params)
 
@@ -193,7 +201,7 @@ def test_saved_plan_of_one_loop_trains_as_plain(tmp_path, no_search):
 
 def test_unusable_plan_file_is_refused_with_reason(tmp_path):
     path, other = tmp_path / "plan.json", tmp_path / "other.json"
-    planned(vgg, AutoParams(budget_of(vgg), headroom=0)).save(path)
+    plan_of_vgg().save(path)
     removed = tmp_path / "removed.json"
     for file in (other, removed):
         file.write_text("no plan")
@@ -205,7 +213,7 @@ def test_unusable_plan_file_is_refused_with_reason(tmp_path):
     removed.unlink()
     for params, reason in reasons.items():
         with pytest.raises(RewriteError, match=f"`plan` must name a file that .*', which {re.escape(reason)}"):
-            planned(unet_2d, params)
+            planned(leaky(0.2), params)
     with pytest.raises(TypeError, match="`plan` must be a path. Received: plan=3"):
         AutoParams("1MiB", plan=3)
 
@@ -219,8 +227,7 @@ def test_plan_that_is_no_file_is_refused_at_construction(params, tmp_path):
 
 
 def test_saved_plan_above_budget_is_refused_before_training(tmp_path):
-    path = tmp_path / "plan.json"
-    plan = planned(vgg, AutoParams(budget_of(vgg), headroom=0))
+    path, plan = tmp_path / "plan.json", plan_of_vgg()
     plan.save(path)
     peak = plan.predicted.peak_bytes
     assert planned(vgg, AutoParams(peak, plan=path)).predicted.peak_bytes == peak

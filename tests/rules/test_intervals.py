@@ -1,16 +1,10 @@
 """Intervals against sets of rows."""
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rewriters.rules.intervals import Interval, Window, hull_of, partition, whole
-
-
-@pytest.fixture(autouse=True)
-def fresh_keras():
-    """No Keras here: nothing to clean up."""
 
 
 def interval(rows: list[tuple[int, int]]) -> Interval:

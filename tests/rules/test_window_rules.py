@@ -11,12 +11,6 @@ from one_op import Const, OneOp, image
 
 from rewriters.tiling.tile_planner import Grid
 
-
-@pytest.fixture(autouse=True)
-def fresh_keras():
-    """No Keras here: nothing to clean up."""
-
-
 WINDOWS = {
     "Conv2D": "convolution",
     "Conv2DBackpropInput": "convolution",

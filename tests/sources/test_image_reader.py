@@ -7,26 +7,19 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from equivalence import TOLERANCE
-from image_files import L, note_regions, reader, write_images
+from image_files import L, note_regions, pixels, reader, write_images
 
 import tflms_sft
 from tflms_sft._sources import formats, region_reads
 
+pytestmark = pytest.mark.usefixtures("double_precision")
+
 CLASSES = 3
-
-
-@pytest.fixture(autouse=True)
-def double_precision():
-    keras.config.set_floatx("float64")
 
 
 @pytest.fixture
 def reads(monkeypatch):
     return note_regions(monkeypatch)
-
-
-def pixels(seed, *shape):
-    return np.random.default_rng(seed).integers(0, 256, shape).astype("uint8")
 
 
 def labels(seed, *shape):

@@ -63,7 +63,7 @@ def holds_files(process, folder):
     return any(str(folder) in line and "(deleted)" in line for line in maps)
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(200, marks=pytest.mark.slow)])
 def test_killed_training_leaves_no_file_and_goes_on(start, tmp_path, kills):
     moments, folder, begun, with_files = random.Random(kills), prepared(tmp_path / "killed"), 0, 0
     for number in range(kills):
@@ -72,7 +72,7 @@ def test_killed_training_leaves_no_file_and_goes_on(start, tmp_path, kills):
         # The first step includes tracing and planning. Most kills hit a later one.
         in_first_step = number % 4 == 0
         begun = begun if in_first_step else received(connection)
-        process.join(moments.uniform(0, 4 if in_first_step else 1))
+        process.join(moments.uniform(0, 2 if in_first_step else 0.5))
         while connection.poll():
             begun = connection.recv()
         with_files += holds_files(process, folder / "spill")

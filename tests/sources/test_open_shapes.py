@@ -5,21 +5,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from equivalence import TOLERANCE
-from image_files import L, note_regions, write_images, zarr
+from image_files import L, note_regions, pixels, write_images, zarr
 
 import tflms_sft
 from tflms_sft._sources.open_shapes import UnknownSizes
 
+pytestmark = pytest.mark.usefixtures("double_precision")
+
 SHAPES = ((40, 36), (24, 50), (40, 36), (33, 36))
-
-
-@pytest.fixture(autouse=True)
-def double_precision():
-    keras.config.set_floatx("float64")
-
-
-def pixels(seed, *shape):
-    return np.random.default_rng(seed).integers(0, 256, shape).astype("uint8")
 
 
 @pytest.fixture
@@ -108,8 +101,7 @@ def test_predictions_of_several_shapes_are_written(files, tmp_path):
     model = make_model()
     results = keras.Input((), dtype="string")
     predictor = keras.Model(
-        [*model.inputs, results],
-        tflms_sft.ImageWriter("zarr", "float64", overwrite=True)(model.output, results),
+        [*model.inputs, results], tflms_sft.ImageWriter("zarr", "float64", overwrite=True)(model.output, results)
     )
     tiles = tflms_sft.SFT((2, 2), verbose=0)
     expected = [model.predict(tf.constant([path]), verbose=0)[0] for path in files[0]]

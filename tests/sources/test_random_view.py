@@ -7,16 +7,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from equivalence import TOLERANCE
-from image_files import L, reader, write_images
+from image_files import L, pixels, reader, write_images
 
 import tflms_sft
 from tflms_sft._sources import random_view
 
 SHAPE = (48, 40, 3)
-
-
-def pixels(seed, *shape):
-    return np.random.default_rng(seed).integers(0, 256, shape).astype("uint8")
 
 
 def views(image, view):
@@ -84,10 +80,7 @@ def test_tiles_of_views_train_as_whole_views(tmp_path):
         np.testing.assert_allclose(value, other, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-WRAPPERS = {
-    "eager": lambda function: function,
-    "graph": lambda function: tf.function(function, autograph=False),
-}
+WRAPPERS = {"eager": lambda function: function, "graph": lambda function: tf.function(function, autograph=False)}
 
 
 def readers_of(folder, num_images=8, seed=3):

@@ -13,11 +13,6 @@ from rewriters.swapping.trigger_search import TriggerSearch
 EDGE = [(tf.float32, (1,))]
 
 
-@pytest.fixture(autouse=True)
-def fresh_keras():
-    """Replace the reset of Keras, which takes longer than these tests and is not needed."""
-
-
 def graph_of(edges, controls=()):
     """Build a graph from `"name": "operand operand"`, in topological order."""
     nodes = {}

@@ -76,9 +76,8 @@ def test_barrier_loops_single_tile_forward_is_bit_identical(net):
     step = keras_step(net, (10, 9), 2, True, momentum(), steps=1)
     want, got = step.run(step.concrete_fn), step.run(Parts(step.concrete_fn).rewritten(Grid(1, (1, 1))))
     for name, value in want.items():
-        if "loss" in name or "moving" in name:
-            assert np.array_equal(value, got[name]), name
-    assert not differing(step, Parts(step.concrete_fn).rewritten(Grid(1, (1, 1))), 1e-12)
+        is_forward = "loss" in name or "moving" in name
+        assert error(got[name], value) <= (0 if is_forward else 1e-12), name
 
 
 def test_assign_levels_without_merge_separates_variances():

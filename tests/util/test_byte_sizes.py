@@ -6,11 +6,6 @@ import pytest
 from tflms_sft._util.byte_sizes import enough_bytes, format_bytes, format_excess, parse_bytes
 
 
-@pytest.fixture(autouse=True)
-def fresh_keras():
-    """Nothing here touches Keras, and resetting it takes longer than the tests."""
-
-
 @pytest.mark.parametrize(
     ("written", "amount"),
     [

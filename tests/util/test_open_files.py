@@ -8,11 +8,6 @@ import pytest
 from tflms_sft._util import open_files
 
 
-@pytest.fixture(autouse=True)
-def fresh_keras():
-    """Nothing here touches Keras."""
-
-
 def test_open_descriptors_lists_an_open_file(tmp_path):
     with open(tmp_path / "file", "w") as file:
         assert file.fileno() in open_files.open_descriptors()

@@ -16,11 +16,6 @@ REMEDY = 'Install supported versions with: pip install --upgrade "tensorflow>=2.
 OLD = f"tflms-sft needs TensorFlow 2.18 to 2.21 and Keras 3.8 to 3.15. Found: TensorFlow 2.15.1. {REMEDY}"
 
 
-@pytest.fixture(autouse=True)
-def fresh_keras():
-    """Nothing here touches Keras."""
-
-
 @pytest.fixture
 def found(monkeypatch):
     """Return a function that checks given versions."""

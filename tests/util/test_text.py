@@ -5,11 +5,6 @@ import pytest
 from tflms_sft._util.text import nearest, shortened, table
 
 
-@pytest.fixture(autouse=True)
-def fresh_keras():
-    """Nothing here touches Keras, and resetting it takes longer than the tests."""
-
-
 @pytest.mark.parametrize(
     ("names", "text"),
     [([], ""), (["a", "b"], "a, b"), (list("abc"), "a, b and 1 more"), (list("abcde"), "a, b and 3 more")],
