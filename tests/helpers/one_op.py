@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import pytest
 import tensorflow as tf
 from equivalence import TOLERANCE, error
 
@@ -24,11 +23,6 @@ from rewriters.tiling.segment import Segment
 from rewriters.tiling.tile_planner import Grid, TilePlanner
 
 BATCH, HEIGHT, WIDTH = 3, 13, 14
-KNOWN_BATCH_IS_SLOW = pytest.mark.parametrize(
-    "batch_known", [pytest.param(True, marks=pytest.mark.slow), False], ids=["known", "unknown"]
-)
-"""The case of each rule has a batch of known size, so that its other uses rarely need one."""
-
 FULL, PARTIAL, INVARIANT, REDUCED = TileKind.FULL, TileKind.PARTIAL, TileKind.INVARIANT, TileKind.REDUCED
 
 
