@@ -180,7 +180,7 @@ def test_command_line_with_wrong_options_exits_with_2(cli, arguments, text):
 
 
 def test_example_with_too_small_budget_exits_with_1(cli):
-    arguments = ("plan", "zoo:build", "--input-shape", "64,64,3", "--budget", "20kB", "--json")
+    arguments = ("plan", "zoo:build", "--input-shape", "48,48,3", "--budget", "20kB", "--json")
     code, out, err = cli(*arguments)
     assert code == 1
     error = json.loads(out)["error"]

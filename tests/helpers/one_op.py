@@ -1,13 +1,11 @@
 """One op in a graph of its own, on the whole image and on tiles; a helper, no test."""
 
-import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import pytest
 import tensorflow as tf
 from equivalence import TOLERANCE, error
 
@@ -25,11 +23,6 @@ from rewriters.tiling.segment import Segment
 from rewriters.tiling.tile_planner import Grid, TilePlanner
 
 BATCH, HEIGHT, WIDTH = 3, 13, 14
-KNOWN_BATCH_IS_SLOW = pytest.mark.parametrize(
-    "batch_known", [pytest.param(True, marks=pytest.mark.slow), False], ids=["known", "unknown"]
-)
-"""The case of each rule has a batch of known size, so that its other uses rarely need one."""
-
 FULL, PARTIAL, INVARIANT, REDUCED = TileKind.FULL, TileKind.PARTIAL, TileKind.INVARIANT, TileKind.REDUCED
 
 
@@ -132,12 +125,14 @@ class OneOp:
         return tile_pass.tile_segments(self.analysis, [tile_pass.SegmentPlan(segment, [tile_loop])])
 
     def gathered(self, grid: Grid) -> Graph | None:
-        """The op in a loop of a segment with barriers; `None` if its rule refuses."""
+        """The op in a loop of a segment with barriers; `None` if its rule refuses, or `tiled` makes the same loop."""
         data = self.rule.data(self.view)
         kinds = [FULL if p in data and self.analysis.is_image(t) else INVARIANT for p, t in enumerate(self.node.inputs)]
         try:
             result = self.rule.result_kind_gathered(self.view, kinds)
         except NotTileableError:
+            return None
+        if result is FULL and any(kind is FULL for _, kind in self.accepted()):
             return None
         by_kind = {kind: [t for t, k in zip(self.node.inputs, kinds, strict=True) if k is kind] for kind in TileKind}
         outs = [self.node.out(i) for i in range(len(self.node.outputs))]
@@ -170,8 +165,7 @@ class OneOp:
         def function(*args: Any) -> Any:
             return [tf.nest.flatten(each(args)) for each in (lambda args: self.concrete_fn(*args), *importers)]
 
-        with without_graph_optimizers():
-            return [[np.array(value) for value in values] for values in function(*map(tf.constant, self.arrays))]
+        return [[np.array(value) for value in values] for values in function(*map(tf.constant, self.arrays))]
 
     def fitting(self, grid: Grid) -> Grid:
         """The grid for as many axes as there are; images that are made of pixels are not split."""
@@ -197,16 +191,6 @@ class OneOp:
         want, *results = self.run(list(graphs.values()))
         errors = [max(error(g, w) for g, w in zip(got, want, strict=True)) for got in results]
         return {use: worst for use, worst in zip(graphs, errors, strict=True) if not worst <= tolerance}
-
-
-@contextlib.contextmanager
-def without_graph_optimizers() -> Iterator[None]:
-    """Leave functions as they are traced: optimizing one takes longer than running it."""
-    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
-    try:
-        yield
-    finally:
-        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False})
 
 
 def image(*shape: int, low: float = -2.0, high: float = 2.0, seed: int = 0) -> np.ndarray:

@@ -47,7 +47,7 @@ def test_automatic_segments_of_equal_blocks_beat_the_longest_segment():
 
 
 def test_automatic_segments_compute_the_original_step():
-    step, image = residual_blocks(size=63, dtype="float64")
+    step, image = residual_blocks(size=63, count=4, dtype="float64")
     rewritten = tflms_sft.rewrite(step, SFTParams((2, 2)), image)
     assert len(rewritten.plan.segments) >= 2
     images = np.random.default_rng(0).normal(size=image.shape)

@@ -1,5 +1,7 @@
 """Budgets on a GPU that is not in this machine: its memory bounds them, and plans leave room for fragmentation."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ TITLE = CARDS["rtx2080ti"].title
 IMAGES = np.random.default_rng(0).normal(size=(2, 64, 64, 3)).astype("float32")
 
 
+@functools.cache
 def step():
     """Return a training step of six convolutions."""
     image = x = keras.Input((64, 64, 3), name="photo")

@@ -1,6 +1,7 @@
 """Tests of `rewrite`: step types, calls and results. Errors are in `test_refusals.py`."""
 
 import copy
+import functools
 import gc
 import itertools
 import pickle
@@ -82,6 +83,13 @@ def gradients(model=None):
     return step
 
 
+@functools.cache
+def rewritten_once():
+    """A step and the rewritten one, which tests share."""
+    step = gradients()
+    return step, tflms_sft.rewrite(step, TILES, *BATCH)
+
+
 def close(got, want, tolerance=1e-6):
     tf.nest.assert_same_structure(got, want)
     pairs = zip(tf.nest.flatten(got), tf.nest.flatten(want), strict=True)
@@ -96,8 +104,7 @@ def segments(*specs, **options):
 
 
 def test_rewrite_function_with_arrays_equals_original():
-    step = gradients()
-    fast = tflms_sft.rewrite(step, TILES, *BATCH)
+    step, fast = rewritten_once()
     assert fast.plan.changed and fast.plan.batch == 2 and fast.plan.batch_is_fixed
     assert close(fast(*BATCH), step(*BATCH))
 
@@ -211,7 +218,7 @@ def test_rewrite_jit_compiled_step_is_noted():
     fast = tflms_sft.rewrite(step, TILES, *BATCH)
     assert "compiled by XLA" in fast.plan.summary() and fast.plan.changed
     assert close(fast(*BATCH), step(*BATCH), tolerance=1e-5)
-    assert tflms_sft.rewrite(gradients(), TILES, *BATCH).plan.notes == ()
+    assert rewritten_once()[1].plan.notes == ()
 
 
 def test_rewrite_eager_functions_are_refused():
@@ -253,8 +260,7 @@ def test_rewritten_step_returned_argument_is_unchanged():
 
 
 def test_rewritten_step_inside_tf_function_equals_original():
-    step = gradients()
-    fast = tflms_sft.rewrite(step, TILES, *BATCH)
+    step, fast = rewritten_once()
 
     @tf.function
     def twice(images, labels):
@@ -264,15 +270,14 @@ def test_rewritten_step_inside_tf_function_equals_original():
 
 
 def test_rewritten_step_concrete_function_accepts_flat_tensors():
-    step = gradients()
-    fast = tflms_sft.rewrite(step, TILES, *BATCH)
+    step, fast = rewritten_once()
     assert close(fast.concrete_function(*map(tf.constant, BATCH)), step(*BATCH))
     types = {op.type for op in fast.concrete_function.graph.get_operations()}
     assert {"While", "StatelessWhile"} & types
 
 
 def test_rewrite_loops_have_name_scopes():
-    fast = tflms_sft.rewrite(gradients(), TILES, *BATCH)
+    _, fast = rewritten_once()
     names = [op.name for op in fast.concrete_function.graph.get_operations() if op.type.endswith("While")]
     assert [name.split("/")[:3] for name in names] == [["sft", "segment1", "forward"], ["sft", "segment1", "backward"]]
 
@@ -297,7 +302,7 @@ def test_rewrite_loops_have_name_scopes():
     ids=range(13),
 )
 def test_rewritten_step_other_arguments_raise_with_signature(arguments):
-    fast = rewritten_once()
+    _, fast = rewritten_once()
     with pytest.raises(TypeError, match="rewritten for one signature") as error:
         fast(*arguments)
     expected = str(error.value).partition("Expected: ")[2].partition("Received: ")[0]
@@ -306,37 +311,27 @@ def test_rewritten_step_other_arguments_raise_with_signature(arguments):
     assert "Rewrite the step for these arguments too" in str(error.value)
 
 
-KEPT = {}
-
-
-def rewritten_once():
-    """One rewritten step, shared by tests of calls."""
-    if "step" not in KEPT:
-        KEPT["step"] = tflms_sft.rewrite(gradients(), TILES, *BATCH)
-    return KEPT["step"]
-
-
 @pytest.mark.parametrize("keywords", [{"image": IMAGES}, {"labels": LABELS, "images": IMAGES, "more": LABELS}])
 def test_rewritten_step_other_keywords_raise(keywords):
     with pytest.raises(TypeError, match="rewritten for one signature.*Expected: .*images"):
-        rewritten_once()(**keywords)
+        rewritten_once()[1](**keywords)
 
 
 def test_rewritten_step_error_truncates_arguments():
     with pytest.raises(TypeError, match=r"Received: .*\[\.\.\.\]. Rewrite the step") as error:
-        rewritten_once()(IMAGES.tolist(), LABELS)
+        rewritten_once()[1](IMAGES.tolist(), LABELS)
     assert len(str(error.value)) < 1500
 
 
 def test_rewritten_step_arrays_are_cast_within_kind():
-    fast = rewritten_once()
+    _, fast = rewritten_once()
     assert close(fast(IMAGES.astype("float64"), LABELS.astype("int64")), fast(*BATCH))
 
 
 def test_rewritten_step_pickle_and_copy_are_refused():
     for attempt in (pickle.dumps, copy.deepcopy):
         with pytest.raises(TypeError, match="cannot be pickled. Rewrite the step again"):
-            attempt(rewritten_once())
+            attempt(rewritten_once()[1])
 
 
 def test_rewritten_step_keeps_variables_alive():

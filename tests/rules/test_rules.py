@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import tensorflow as tf
-from one_op import FULL, HEIGHT, INVARIANT, KNOWN_BATCH_IS_SLOW, PARTIAL, WIDTH, Const, OneOp, flags, image, numbers
+from one_op import FULL, HEIGHT, INVARIANT, PARTIAL, WIDTH, Const, OneOp, flags, image, numbers
 from rule_cases import CASES, POOL, convolution_case, filter_gradient_case, max_pool_gradient_case
 
 from rewriters.errors import NotTileableError
@@ -135,8 +135,9 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize(("op_type", "operands"), VARIANTS, ids=[f"{v[0]}{n}" for n, v in enumerate(VARIANTS)])
-@KNOWN_BATCH_IS_SLOW
+@pytest.mark.parametrize("batch_known", [pytest.param(True, marks=pytest.mark.slow), False], ids=["known", "unknown"])
 def test_rule_other_uses_equal_op_on_image(op_type, operands, batch_known):
+    """The case of each rule has a batch of known size, so that its other uses rarely need one."""
     assert not OneOp(op_type, operands, batch_known).differing(Grid(2, (6, 5)))
 
 
