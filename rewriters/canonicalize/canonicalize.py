@@ -173,7 +173,9 @@ class Canonicalization(GraphPass[PassResult]):
             again |= _step(graph, step, evaluate)
         if self.mode is CanonicalMode.TILING:
             for step in _TILING_STEPS:
-                again |= _step(graph, step, evaluate)
+                if _step(graph, step, evaluate):
+                    again = True
+                    _step(graph, Graph.prune)
             changed |= _step(graph, _release_constants)
         changed |= _step(graph, _split_shapes)
         changed |= _step(graph, _freeze_shapes, evaluate)

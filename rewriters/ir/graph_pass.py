@@ -64,11 +64,13 @@ def record_state(graph: Graph, title: str, purpose: str) -> None:
     Args:
         graph: The graph; a pass or one of its steps has just edited it.
         title: Name of the pass or the step.
-        purpose: Docstring of the pass or the step, of which the first line is recorded.
+        purpose: Docstring of the pass or the step. Its first line is recorded, without what the step returns.
     """
     if dump_directory():
         copied = dataclasses.replace(graph.copy(), history=())
-        graph.history = (*graph.history, GraphState(title, purpose.strip().partition("\n")[0], copied))
+        first, _, _ = purpose.strip().partition("\n")
+        does, returns, _ = first.partition("; return ")
+        graph.history = (*graph.history, GraphState(title, f"{does}." if returns else first, copied))
 
 
 def _record_pass(graph_pass: GraphPass[Any], before: Graph, after: Graph) -> None:

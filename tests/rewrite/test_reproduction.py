@@ -75,10 +75,9 @@ def test_dump_summary_counts_and_explains_the_changes(tiled):
     assert "insert_tile_loops: Replace the ops of planned segments by tile loops.\n  added: " in summary
     assert "  ~ gradient_tape/pow/sub (Sub): waits for sub\n" in summary
     assert (
-        "  segment1/backward4 runs 2 ops in each of 2x1 tiles\n"
-        "    each tile reads its part of gradient_tape/functional_1/conv2d_1/ReluGrad float32[2,32,32,4], "
-        "images float32[2,32,32,3]\n"
-    ) in re.sub(r"(functional|conv2d|normalization)_\d+", r"\1_1", summary)
+        "  segment1/forward2 runs 9 ops in each of 2x1 tiles, of which 6 run again\n"
+        "    each tile reads its part of images float32[2,32,32,3]\n"
+    ) in summary
 
 
 def test_reproduce_one_pass_shows_its_difference(tiled, capsys):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from rewriters.emission.loop_tensors import loop_operand
 from rewriters.emission.tile_pass import SegmentPlan
 from rewriters.ir.graph import Graph, GraphState, Node, Tensor
 from rewriters.ir.graph_pass import dump_directory
+from rewriters.ir.op_traits import Trait, ops_with
 from rewriters.ir.text import graph_text, op_line, shape_text
 from tflms_sft._report.plan import Plan
 from tflms_sft._util.byte_sizes import format_bytes
@@ -32,12 +34,15 @@ MAX_EXAMPLES = 4
 MAX_NAMES = 6
 """Names in a list of the summary."""
 
+_NAMED_BY_PURPOSE = ops_with(Trait.PYTHON_CALL) | {"NoOp"}
+"""Op types that do not tell what an op does: its name does."""
+
 _LEGEND = """\
 Columns: ops, with constants, which the files show in the place of operands; ops that the pass added and removed; ops
 with other operands, types or devices; control edges added and removed between ops that stay; predicted peak. The lines
-below show one example of each pattern, with the number of such ops. A grid such as 2x4x1 has 2 groups of images, 4
-groups of rows and 1 of columns. Scopes: sft/ for tile loops, which are listed at the end, lms/ for swaps, micro_0/ for
-a micro-batch, pipeline/ for the slots of a schedule."""
+below show one example of each frequent pattern, with the number of such ops. A grid such as 4x1 has 4 groups of rows
+and 1 of columns; 2x4x1 has 2 groups of images, too. Scopes: sft/ for tile loops, which are listed at the end, lms/ for
+swaps, micro_0/ for a micro-batch, pipeline/ for the slots of a schedule. Peaks include variables."""
 
 
 def write_dump(
@@ -109,9 +114,11 @@ def _tile_loops(segments: Sequence[SegmentPlan]) -> Iterator[str]:
     if segments:
         yield from ("", "Tile loops, in the order of each segment:")
     for planned in segments:
+        done: set[Node] = set()
         for loop in planned.loops:
-            recomputed = len({*loop.body} - {*loop.replaces})
-            again = f", of which {recomputed} have run before" if recomputed else ""
+            recomputed = len(done.intersection(loop.body))
+            again = f", of which {recomputed} run again" if recomputed else ""
+            done.update(loop.body)
             yield f"  {planned.segment.name}/{loop.name} runs {len(loop.body)} ops in each of {loop.grid} tiles{again}"
             whole = {*loop.invariants}
             for what, tensors in (
@@ -184,10 +191,14 @@ def _edge_changes(old: Node, new: Node) -> str:
 def _patterns(
     pairs: Sequence[tuple[Node | None, Node | None]],
 ) -> Iterator[tuple[Node | None, Node | None, int]]:
-    """Yield the first pair of an op before and after for each of the most frequent op types, and the number of them."""
+    """Yield the first pair of an op before and after for each of the most frequent kinds, and the number of them."""
     groups: dict[str, list[tuple[Node | None, Node | None]]] = {}
     for old, new in pairs:
-        groups.setdefault((new or old).op, []).append((old, new))  # type: ignore[union-attr]
+        node = new or old
+        assert node is not None
+        says_nothing = node.op in _NAMED_BY_PURPOSE
+        kind = re.sub(r"_?\d+$", "", node.name.rpartition("/")[2]) if says_nothing else node.op
+        groups.setdefault(kind, []).append((old, new))
     for group in sorted(groups.values(), key=len, reverse=True)[:MAX_EXAMPLES]:
         yield (*group[0], len(group))
 
