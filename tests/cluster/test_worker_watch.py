@@ -72,10 +72,15 @@ def test_step_after_lost_worker_is_refused(one_worker):
     assert not begun and "train_step" not in model.__dict__
 
 
-def test_connections_to_silent_worker_are_shut_down(monkeypatch):
+@pytest.fixture
+def quick_answers(monkeypatch):
+    """Poll workers often, and expect an answer within 0.2 seconds."""
+    for name, seconds in (("POLL_SECONDS", 0.01), ("ANSWER_SECONDS", 0.2)):
+        monkeypatch.setattr(worker_watch, name, seconds)
+
+
+def test_connections_to_silent_worker_are_shut_down(quick_answers, monkeypatch):
     """The pending call ends; connections to other workers stay open."""
-    monkeypatch.setattr(worker_watch, "POLL_SECONDS", 0.1)
-    monkeypatch.setattr(worker_watch, "ANSWER_SECONDS", 0.2)
     with listener() as silent, listener(SETTINGS) as good:
         asked = {"/job:worker/task:0": good, "/job:worker/task:1": silent}
         guard = watch(monkeypatch, lambda: asked)
@@ -130,8 +135,7 @@ def test_silent_worker_is_announced_once_where_connections_cannot_be_ended(capsy
     assert capsys.readouterr().err == ""
 
 
-def test_worker_watch_survives_error_and_restarts(capsys, monkeypatch):
-    monkeypatch.setattr(worker_watch, "POLL_SECONDS", 0.01)
+def test_worker_watch_survives_error_and_restarts(quick_answers, capsys):
     asked, done = [], threading.Event()
 
     class Failing(worker_watch.WorkerWatch):
@@ -148,8 +152,7 @@ def test_worker_watch_survives_error_and_restarts(capsys, monkeypatch):
     assert "polling the workers failed: ValueError('no such thing')" in capsys.readouterr().err
 
 
-def test_watch_that_ended_begins_again(monkeypatch):
-    monkeypatch.setattr(worker_watch, "POLL_SECONDS", 0.01)
+def test_watch_that_ended_begins_again(quick_answers):
     watched = threading.Semaphore(0)
     guard = worker_watch.WorkerWatch(lambda: watched.release() or {})
     for _ in range(2):

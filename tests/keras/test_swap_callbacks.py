@@ -498,8 +498,8 @@ def test_spill_store_peak_adds_allocator_peak(tmp_path):
 
 def test_spill_store_releases_arrays_at_next_transfer(tmp_path):
     store, alive = SpillStore(str(tmp_path)), []
-    record_peak = store._record_peak
-    store._record_peak = lambda: (record_peak(), alive.append(sum(size for _, size in store._copies)))[0]
+    record_peak = store.record_peak
+    store.record_peak = lambda: (record_peak(), alive.append(sum(size for _, size in store._copies)))[0]
     model = net()
     step = tf.function(lambda x, y: model.train_step((x, y)))
     params = LMSParams(tier="disk", spill_dir=tmp_path, min_bytes=0, ctrld_strategy="direct_order", fuse_swapins=True)

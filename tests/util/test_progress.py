@@ -20,6 +20,13 @@ def soon(monkeypatch):
     monkeypatch.setattr(progress, "SLOW_SECONDS", 0.01)
 
 
+@pytest.fixture
+def often(soon, monkeypatch):
+    """Print lines about slow blocks often, too."""
+    for name, seconds in (("UPDATE_SECONDS", 0.05), ("SPARSE_SECONDS", 0.1)):
+        monkeypatch.setattr(progress, name, seconds)
+
+
 def test_slow_block_prints_once_and_is_timed(soon):
     said = []
     with told_if_slow("thinking", said.append) as watch:
@@ -60,8 +67,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_terminal_has_one_line_with_time_and_best_plan(soon, monkeypatch):
-    monkeypatch.setattr(progress, "UPDATE_SECONDS", 0.05)
+def test_terminal_has_one_line_with_time_and_best_plan(often):
     stream, said = Terminal(), []
     with told_if_slow("planning ...", said.append, stream) as watch:
         time.sleep(0.1)
@@ -73,8 +79,7 @@ def test_terminal_has_one_line_with_time_and_best_plan(soon, monkeypatch):
     assert (first, last) == ("planning ... 0 s", "planning ... 0 s, best plan so far 1.21x the time\n") and not said
 
 
-def test_other_output_has_sparse_lines(soon, monkeypatch):
-    monkeypatch.setattr(progress, "SPARSE_SECONDS", 0.1)
+def test_other_output_has_sparse_lines(often):
     said = []
     with told_if_slow("planning ...", said.append, io.StringIO()) as watch:
         watch.found(0.9)
@@ -82,8 +87,7 @@ def test_other_output_has_sparse_lines(soon, monkeypatch):
     assert said == ["planning ...", *["planning ... 0 s, best plan so far 1.00x the time"] * 2]
 
 
-def test_rewrite_tells_of_slow_work_on_stderr(monkeypatch, capsys):
-    monkeypatch.setattr(progress, "SLOW_SECONDS", 0.001)
+def test_rewrite_tells_of_slow_work_on_stderr(soon, monkeypatch, capsys):
     found = []
     monkeypatch.setattr(progress.Stopwatch, "found", lambda watch, ratio: found.append(ratio))
     model = net()
