@@ -24,8 +24,8 @@ def lines_of(capsys, **options):
 
 
 def test_slow_step_is_told_once_with_its_ops(capsys, monkeypatch):
-    monkeypatch.setattr(slow_steps, "MIN_SECONDS", 0)
-    monkeypatch.setattr(slow_steps, "SLOW_STEP_RATIO", 1e-9)
+    for name, value in (("MIN_SECONDS", 0), ("SLOW_STEP_RATIO", 1e-9)):
+        monkeypatch.setattr(slow_steps, name, value)
     (line,), weights = lines_of(capsys)
     assert re.search(r"a step takes \S+ s, \d+ times as long as .* \(max_slowdown=10\); most of it: \d+% `", line)
     assert len(re.findall(r"\d+% `[^`]+ \(\w+\)`", line)) == slow_steps.NUM_CAUSES
