@@ -153,7 +153,8 @@ def test_space_to_batch_axis_without_blocks_equals_op(block):
 
 @pytest.mark.parametrize(
     "op_type",
-    ["Conv2DBackpropInput", "DepthwiseConv2dNativeBackpropInput", "AvgPool", "AvgPoolGrad", "MaxPoolGrad", "Slice"],
+    "Conv2DBackpropInput DepthwiseConv2dNativeBackpropInput AvgPool AvgPoolGrad MaxPoolGrad Slice "
+    "MirrorPad ResizeBicubic ResizeBilinear ReverseV2".split(),
 )
 def test_rule_with_unknown_batch_equals_op_on_image(op_type):
     assert not OneOp(op_type, CASES[op_type](), batch_known=False).differing(Grid(1, (1, 1)), Grid(2, (2, 3)))
