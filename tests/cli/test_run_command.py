@@ -141,7 +141,8 @@ def test_run_prints_traceback_of_script_alone(cli, script):
 
 def test_run_script_sets_variables_before_tensorflow_import(directory):
     first = """
-import os, sys
+import importlib.util, os, sys
+assert importlib.util.find_spec("keras")  # As libraries do that support several frameworks.
 assert not {"tensorflow", "keras"} & set(sys.modules)
 os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0"
 import keras

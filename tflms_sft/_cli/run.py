@@ -13,7 +13,6 @@ import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import inspect
 import json
 import os
@@ -157,13 +156,16 @@ class _WhenKerasImported(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if name != "keras":
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        # The hook stays until Keras is executed: libraries only look whether there is a Keras.
+        others = [finder for finder in sys.meta_path if finder is not self]
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
         if spec is None or spec.loader is None:
             return None
         loader: Any = spec.loader
 
         def exec_module(module: ModuleType) -> None:
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
             del loader.exec_module  # That of its class is in force again.
             loader.exec_module(module)
             self._callback(module)
