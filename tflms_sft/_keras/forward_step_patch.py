@@ -47,7 +47,7 @@ class ForwardStepPatch(StepPatch):
         return messages.plan_line(plan, self._called, is_jit_off=self.installer.has_disabled_jit)
 
     def _peak_line(self, plan: Plan) -> str:
-        return messages.forward_over_budget_line(CALLED[self._kind], plan)
+        return messages.forward_over_budget_line(self._called, plan)
 
     @tf.autograph.experimental.do_not_convert
     def step(self, data: Any) -> Any:
