@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from rewriters.analysis.autodiff_roles import reads_shape_only
 from rewriters.ir.graph import Graph, Node, Tensor
-from rewriters.ir.static_values import constant, type_attr
+from rewriters.ir.static_values import constant, op_attrs
 
 __all__: list[str] = []
 
@@ -46,7 +46,7 @@ class ConstantFolder:
             if reads_shape_only(node):
                 for index, (tensor, value) in enumerate(_sizes(node)):
                     name = f"{node.name}/known_{index}"
-                    attrs = {"dtype": type_attr(tensor.dtype), "value": _tensor(value)}
+                    attrs = {**op_attrs(dtype=tensor.dtype), "value": _tensor(value)}
                     _add(graph_def, name, "Const", [], attrs)
                     name_of[tensor] = name
             elif _is_pure(node) and all(t in name_of for t in node.inputs):

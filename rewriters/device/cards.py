@@ -18,7 +18,8 @@ _ROWS = (
     ("a100-40", "NVIDIA A100 SXM4 40 GB", 8.0, 40, 1555e9, _PCIE_4, 19.5e12, 9.7e12, 156e12),
     ("h200", "NVIDIA H200 SXM 141 GB", 9.0, 140, 4800e9, _PCIE_5, 67e12, 34e12, 494e12),
 )
-"""Fields of each card, in the order of `Card`, with its memory in GiB."""
+"""Name, title, compute capability, GiB of memory, and rates: of the memory and of the host link in bytes/s, of float32,
+float64 and TF32 in flop/s."""
 
 CARDS = {
     name: Card(name, title, capability, memory_gib * GIB, *rates)

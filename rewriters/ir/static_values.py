@@ -126,11 +126,6 @@ def is_inexact(dtype: tf.DType) -> bool:
     return bool(dtype.is_floating or dtype.is_complex)
 
 
-def type_attr(dtype: tf.DType) -> Any:
-    """Return an attribute that holds a type."""
-    return tf_internals.attr_value(dtype)
-
-
 def op_attrs(**values: Any) -> dict[str, Any]:
     """Return Python values as attributes of an op."""
     return {name: tf_internals.attr_value(value) for name, value in values.items()}

@@ -7,7 +7,7 @@ from rewriters.errors import RewriteError
 from rewriters.ir import graph_pass
 from rewriters.ir.graph import Graph, Node
 from rewriters.ir.graph_pass import GraphPass, PassError, PassResult, check_interface, run_pass, run_passes
-from rewriters.ir.static_values import type_attr
+from rewriters.ir.static_values import op_attrs
 
 
 def step_graph():
@@ -15,7 +15,7 @@ def step_graph():
     graph = Graph({}, [], [], [], tf.compat.v1.GraphDef().library, None)
     image = graph.add(Node("image", "Placeholder", outputs=[(tf.float32, (None, 4))]))
     handle = graph.add(Node("variable", "Placeholder", outputs=[(tf.resource, ())]))
-    attrs = {"T": type_attr(tf.float32)}
+    attrs = op_attrs(T=tf.float32)
     double = graph.add(
         Node("double", "AddV2", [image.out(), image.out()], attrs=attrs, outputs=[(tf.float32, (None, 4))])
     )

@@ -100,12 +100,14 @@ class SFT(RewritingCallback):
         halo: Source of the halo rows that neighbouring tiles share: `"recompute"` computes them in every tile,
             `"carry"` carries them from strip to strip; see `SFTParams`.
         backward_num_tiles: Number of tiles of the backward loops. `None`: `num_tiles`.
-        batch_shape: Shape of the largest batch. `None`: the shape of the first batch. See `MemoryBudget`.
+        batch_shape: `(batch, ..., channels)` of the largest batch. `None`: that of the first batch. See `MemoryBudget`.
         verbose: 0 prints nothing, 1 prints lines about plans and peaks. See `MemoryBudget`.
         log_dir: Directory for TensorBoard logs. `None`: that of a `keras.callbacks.TensorBoard` in the same `fit`.
 
     Attributes:
-        plan: `Plan` of the latest training, and the others as for `MemoryBudget`: `evaluate_plan`, `predict_plan`.
+        plan: `Plan` of the latest training; `None` before its first step.
+        evaluate_plan: See `MemoryBudget`.
+        predict_plan: See `MemoryBudget`.
 
     Raises:
         SegmentError: In the first step, if a named segment cannot be tiled.
@@ -143,13 +145,15 @@ class LMS(RewritingCallback):
     Args:
         tiles: `SFTParams` of tile loops that are built first; then the tensors saved between segments are swapped.
             `None`: swaps alone.
-        batch_shape: Shape of the largest batch. `None`: the shape of the first batch. See `MemoryBudget`.
+        batch_shape: `(batch, ..., channels)` of the largest batch. `None`: that of the first batch. See `MemoryBudget`.
         verbose: 0 prints nothing, 1 prints lines about plans and peaks. See `MemoryBudget`.
         log_dir: Directory for TensorBoard logs. `None`: that of a `keras.callbacks.TensorBoard` in the same `fit`.
         **params: Arguments of `LMSParams`.
 
     Attributes:
-        plan: `Plan` of the latest training, and the others as for `MemoryBudget`: `evaluate_plan`, `predict_plan`.
+        plan: `Plan` of the latest training; `None` before its first step.
+        evaluate_plan: See `MemoryBudget`.
+        predict_plan: See `MemoryBudget`.
 
     Raises:
         SwapError: In the first step, if no tensor can be swapped with these parameters.

@@ -196,8 +196,8 @@ def _patterns(
     for old, new in pairs:
         node = new or old
         assert node is not None
-        says_nothing = node.op in _NAMED_BY_PURPOSE
-        kind = re.sub(r"_?\d+$", "", node.name.rpartition("/")[2]) if says_nothing else node.op
+        purpose = re.sub(r"_?\d+$", "", node.name.rpartition("/")[2])
+        kind = purpose if node.op in _NAMED_BY_PURPOSE else node.op
         groups.setdefault(kind, []).append((old, new))
     for group in sorted(groups.values(), key=len, reverse=True)[:MAX_EXAMPLES]:
         yield (*group[0], len(group))

@@ -43,11 +43,14 @@ def shares(costs: CostModel, plans: Sequence[SegmentPlan], step_seconds: float) 
     after = _waiting(analysis, batch, owner, _read_after(analysis, plans))
     after.update({number: _saved_bytes(plan, batch) for number, plan in enumerate(plans)})
     parts = [_time(costs, plan, step_seconds) for plan in plans]
-    rest = max(1.0 - sum(once for once, _ in parts), 0.0)  # Rounding may give a negative zero.
-    return [Share((before[number], after[number]), time) for number, time in [*enumerate(parts), (_REST, (rest, rest))]]
+    outside = max(1.0 - sum(once for once, _ in parts), 0.0)  # Rounding may give a negative zero.
+    return [
+        Share((before[number], after[number]), time)
+        for number, time in [*enumerate(parts), (_OUTSIDE, (outside, outside))]
+    ]
 
 
-_REST = -1
+_OUTSIDE = -1
 """Key of the ops outside of segments."""
 
 
@@ -67,7 +70,7 @@ def _waiting(analysis: GraphAnalysis, batch: int, owner: Mapping[Node, int], rea
     for tensor in sources:
         node = tensor.node
         if node in analysis.data and node not in analysis.backward and allocates(node):
-            num_bytes[owner.get(node, _REST)] += tensor.num_bytes(batch)
+            num_bytes[owner.get(node, _OUTSIDE)] += tensor.num_bytes(batch)
     return num_bytes
 
 
