@@ -348,17 +348,17 @@ class _carried_rows:  # noqa: N801 - a context manager
     def __enter__(self) -> None:
         import tensorflow as tf
 
-        from rewriters.emission import loop_emitter, row_carries
+        from rewriters.emission.loop_emitter import IterationEmitter
 
-        self._received = loop_emitter.received
+        self._rows_received = rows_received = IterationEmitter.rows_received
 
-        def zeros(iteration: Any, tensor: Any, carry: Any, source: Any, images: Any) -> Any:
-            return tf.zeros_like(row_carries.received(iteration, tensor, carry, source, images))
+        def zeros(iteration: Any, receive: Any) -> Any:
+            return tf.zeros_like(rows_received(iteration, receive))
 
         if not self._are_read:
-            loop_emitter.received = zeros
+            IterationEmitter.rows_received = zeros  # type: ignore[method-assign]
 
     def __exit__(self, *_: object) -> None:
-        from rewriters.emission import loop_emitter
+        from rewriters.emission.loop_emitter import IterationEmitter
 
-        loop_emitter.received = self._received
+        IterationEmitter.rows_received = self._rows_received  # type: ignore[method-assign]

@@ -82,7 +82,7 @@ class _LoopTrace:
         self.tiles: list[Tile] = list(itertools.product(*map(range, tile_loop.grid.spatial)))
         if tile_loop.order.value < 0:
             self.tiles.reverse()
-        model = IterationModel(tile_loop, traced.device)
+        model = IterationModel(traced.analysis, tile_loop)
         self.events = {tile: model.events(tile, traced.batch) for tile in self.tiles}
         in_loop = {node.name: traced.costs.op_in_loop(tile_loop, node) for node in tile_loop.body}
         # Copies between tiles and full-size tensors, and savings by concurrency, are shared among the ops.

@@ -1,4 +1,4 @@
-"""Outputs of tile loops: full-size tensors written cell by cell, accumulated gradients, reductions, moments.
+"""Outputs of tile loops: full-size tensors written cell by cell, accumulated gradients, reductions, moments, rows.
 
 An output owns some state variables of the loop. It gives their initial values, updates them in each iteration and
 turns their final values into tensors.
@@ -10,86 +10,41 @@ import abc
 import functools
 import math
 import operator
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
 
 from rewriters.emission.buffers import DeviceBuffer, FileBuffer, Span, empty_buffer, stacked
-from rewriters.emission.file_buffers import FileBuffers, accumulator_dtype
+from rewriters.emission.file_buffers import accumulator_dtype
+from rewriters.emission.loop_program import Accumulate, Carry, LoopProgram, MergeMoments, Part, Reduce, Save, Write
+from rewriters.emission.loop_tensors import BATCH_DIM
+from rewriters.emission.tile_place import LoopContext, TilePlace
 from rewriters.emission.while_loop import LoopState
-from rewriters.ir.device_model import DeviceModel
 from rewriters.ir.graph import Tensor
-from rewriters.rules.intervals import Interval
 from rewriters.rules.registry import Combination
-from rewriters.tiling.barrier_levels import MomentPair
-from rewriters.tiling.row_frontiers import CarriedRows
-from rewriters.tiling.tile_planner import Region, TileLoop
+from rewriters.tiling.row_frontiers import shape_of
+from rewriters.tiling.tile_planner import TileLoop
 
 __all__: list[str] = []
-
-
-class LoopContext(Protocol):
-    """The loop, as its outputs see it.
-
-    Attributes:
-        batch: Batch size, an integer or a scalar tensor.
-        device: The device.
-        files: Rule that selects the results in files; `None` if all are in memory.
-        in_files: Results in files.
-    """
-
-    batch: Any
-    device: DeviceModel
-    files: FileBuffers | None
-    in_files: Set[Tensor]
 
 
 class Iteration(Protocol):
     """An iteration of the loop, as its outputs see it.
 
     Attributes:
-        row_axis: The axis along which rows are carried.
+        place: Place of its tile.
     """
 
-    row_axis: int
+    place: TilePlace
 
     @property
     def loop(self) -> LoopContext:
         """Return the loop."""
 
-    def value(self, tensor: Tensor) -> Any:
-        """Return the rows of a tensor that the iteration computed."""
-
-    def fit(self, tensor: Tensor, need: Region, fill: float | str) -> Any:
-        """Return the rows `need` of an image from the rows that the iteration holds."""
-
-    def spans(self, tensor: Tensor, region: Region) -> list[Span]:
-        """Return the place of a region in the full-size image."""
-
-    def batch_span(self) -> Span:
-        """Return the span of the batch that the iteration covers; `None` for the full batch."""
-
-    def lookup(self, values: np.ndarray, axis: int) -> Any:
-        """Return the entry of `values`, which has one for each tile along an axis, for the tile of this iteration."""
-
-    def crop_and_pad(
-        self, value: Any, have: Region, need: Region, fill: float | str, tensor: Tensor, shared: bool = True
-    ) -> Any:
-        """Crop and pad a value of `tensor` from the rows `have` to `need`; `shared` as in `DeviceBuffer.read`."""
-
-    def carried_rows(self, tensor: Tensor) -> CarriedRows:
-        """Return the rows of a tensor that are received and passed on."""
-
-    def row_dim(self, tensor: Tensor) -> int:
-        """Return the dimension along which rows of a tensor are carried."""
-
-    def dims(self, tensor: Tensor) -> tuple[int | None, ...]:
-        """Return the index of the dimension of each spatial axis; `None` for an axis that the tensor lacks."""
-
-    def rows_to_pass(self, tensor: Tensor) -> Any:
-        """Return the rows of a tensor for the next iteration."""
+    def value(self, part: Part) -> Any:
+        """Return the value of a part."""
 
 
 class LoopOutput(abc.ABC):
@@ -144,9 +99,9 @@ def initial_state(loop: LoopContext, tensor: Tensor, dtype: tf.DType, zero: bool
 class TiledOutput(LoopOutput):
     """A tensor of which each iteration writes its own cell."""
 
-    def __init__(self, tensor: Tensor, cell: Region) -> None:
-        super().__init__(tensor)
-        self._cell = cell
+    def __init__(self, output: Write) -> None:
+        super().__init__(output.part.tensor)
+        self._part = output.part
 
     def initial(self, loop: LoopContext) -> list[LoopState]:
         """Return an uninitialised buffer: the iterations write every element."""
@@ -155,16 +110,17 @@ class TiledOutput(LoopOutput):
     def update(self, iteration: Iteration, values: Sequence[Any]) -> list[Any]:
         """Write the cell into the buffer."""
         (tensor,) = self.tensors
-        part = iteration.fit(tensor, self._cell, 0.0)
-        return [_buffer(iteration, tensor, values[0]).write(iteration.spans(tensor, self._cell), part)]
+        assert self._part.region is not None
+        spans = iteration.place.spans(tensor, self._part.region)
+        return [_buffer(iteration, tensor, values[0]).write(spans, iteration.value(self._part))]
 
 
 class ScatterAddOutput(LoopOutput):
     """A gradient to which each iteration adds its rows; rows of several tiles may overlap."""
 
-    def __init__(self, tensor: Tensor, region: Region) -> None:
-        super().__init__(tensor)
-        self._region = region
+    def __init__(self, output: Accumulate) -> None:
+        super().__init__(output.part.tensor)
+        self._part = output.part
 
     def initial(self, loop: LoopContext) -> list[LoopState]:
         """Return a buffer of zeros."""
@@ -173,8 +129,10 @@ class ScatterAddOutput(LoopOutput):
     def update(self, iteration: Iteration, values: Sequence[Any]) -> list[Any]:
         """Add the rows to the buffer."""
         (tensor,) = self.tensors
-        part = tf.cast(iteration.value(tensor), values[0].dtype)
-        return [_buffer(iteration, tensor, values[0]).accumulate(iteration.spans(tensor, self._region), part)]
+        assert self._part.region is not None
+        spans = iteration.place.spans(tensor, self._part.region)
+        part = tf.cast(iteration.value(self._part), values[0].dtype)
+        return [_buffer(iteration, tensor, values[0]).accumulate(spans, part)]
 
 
 _COMBINE = {
@@ -187,34 +145,18 @@ _COMBINE = {
 
 
 class ReductionOutput(LoopOutput):
-    """A reduction over the image, for the batch or for each image, or over the batch or some axes, for each pixel.
+    """A reduction over the image, for the batch or for each image, or over the batch or some axes, for each pixel."""
 
-    Args:
-        tensor: Result of the reduction.
-        combination: Combines the results of two iterations.
-        per_image: Whether each image has a result of its own.
-        cell: For each axis its dimension in the result, `None` if it is reduced, and the rows of an iteration. `None`
-            for a reduction over all axes.
-    """
-
-    def __init__(
-        self,
-        tensor: Tensor,
-        *,
-        combination: Combination,
-        per_image: bool = False,
-        cell: Sequence[tuple[int | None, Interval]] | None = None,
-    ) -> None:
-        super().__init__(tensor)
-        self._combine, self._neutral = _COMBINE[combination]
-        self._adds = combination is Combination.ADD
-        self._per_image = per_image
-        self._cell = cell
+    def __init__(self, output: Reduce) -> None:
+        super().__init__(output.part.tensor)
+        self._output = output
+        self._combine, self._neutral = _COMBINE[output.combination]
 
     def initial(self, loop: LoopContext) -> list[LoopState]:
         """Return a buffer of neutral elements."""
         (tensor,) = self.tensors
-        dtype = accumulator_dtype(tensor.dtype) if self._adds else tensor.dtype
+        adds = self._output.combination is Combination.ADD
+        dtype = accumulator_dtype(tensor.dtype) if adds else tensor.dtype
         state = initial_state(loop, tensor, dtype, zero=True)
         neutral = self._neutral
         if neutral == 0:
@@ -227,22 +169,21 @@ class ReductionOutput(LoopOutput):
     def update(self, iteration: Iteration, values: Sequence[Any]) -> list[Any]:
         """Combine the result of the iteration with the buffer."""
         (tensor,) = self.tensors
-        part, spans = tf.cast(iteration.value(tensor), values[0].dtype), self._spans(iteration)
+        part, spans = tf.cast(iteration.value(self._output.part), values[0].dtype), self._spans(iteration)
         part.set_shape(_part_shape(tensor, spans))
         part = self._combine(_read(iteration, spans, values[0]), part)
         return [_written(iteration, spans, values[0], part)]
 
     def _spans(self, iteration: Iteration) -> list[Span] | None:
-        (tensor,) = self.tensors
-        if self._cell is None:
-            return _image_spans(iteration, tensor) if self._per_image else None
+        (tensor,), place, cell = self.tensors, iteration.place, self._output.cell
+        spans: list[Span] | None = place.image_spans(tensor) if self._output.per_image else None
+        if cell is None:
+            return spans
         assert tensor.shape is not None
-        spans: list[Span] = [None] * len(tensor.shape)
-        if self._per_image:
-            spans = _image_spans(iteration, tensor)
-        for axis, (dim, rows) in enumerate(self._cell):
+        spans = spans or [None] * len(tensor.shape)
+        for axis, (dim, rows) in enumerate(cell):
             if dim is not None and not np.all(rows.size == tensor.shape[dim]):
-                spans[dim] = (iteration.lookup(rows.lo, axis), iteration.lookup(rows.size, axis))
+                spans[dim] = (place.lookup(rows.lo, axis), place.lookup(rows.size, axis))
         return spans
 
 
@@ -255,19 +196,10 @@ class MergedMoments(LoopOutput):
     `S + T + d^2 n m / (n + m)`. A difference of mean squares would suffer from cancellation.
     """
 
-    def __init__(self, moments: MomentPair, cell: Region, alone: bool) -> None:
-        """Create the output.
-
-        Args:
-            moments: The pair of reductions.
-            cell: Pixels of an iteration.
-            alone: Whether there is a single tile. Its moments are computed as in the original step, to the same bits.
-        """
-        super().__init__(moments.mean, moments.variance)
-        self._moments = moments
-        self._cell = cell
-        self._alone = alone
-        self._per_image = 0 not in moments.axes
+    def __init__(self, output: MergeMoments) -> None:
+        super().__init__(output.pair.mean, output.pair.variance)
+        self._output = output
+        self._moments = output.pair
 
     def initial(self, loop: LoopContext) -> list[LoopState]:
         """Return zeros for the count of numbers, their mean, and the sum of their squared differences from it."""
@@ -276,9 +208,10 @@ class MergedMoments(LoopOutput):
 
     def update(self, iteration: Iteration, values: Sequence[Any]) -> list[Any]:
         """Merge the moments of the iteration into the variables."""
-        spans = _image_spans(iteration, self._moments.mean) if self._per_image else None
+        per_image = BATCH_DIM not in self._moments.axes
+        spans = iteration.place.image_spans(self._moments.mean) if per_image else None
         count, mean, squares = (_read(iteration, spans, value) for value in values)
-        image = tf.cast(iteration.fit(self._moments.image, self._cell, 0.0), count.dtype)
+        image = tf.cast(iteration.value(self._output.part), count.dtype)
         axes = list(self._moments.axes)
         shape = tf.shape(image)
         # On a GPU, `Prod` would compute it in the memory of the GPU, the products of scalars on the host.
@@ -287,7 +220,7 @@ class MergedMoments(LoopOutput):
         with tf.control_dependencies([shape]):
             tile_mean = tf.reduce_mean(image, axes, keepdims=True)
         differences = tf.math.squared_difference(image, tile_mean)
-        if self._alone:
+        if self._output.has_one_tile:
             variance = tf.reduce_mean(differences, axes, keepdims=True)
             moments = (tf.ones_like(count), tile_mean, variance)
             return [_written(iteration, None, value, part) for value, part in zip(values, moments, strict=True)]
@@ -314,12 +247,6 @@ class MergedMoments(LoopOutput):
         return results
 
 
-def _image_spans(iteration: Iteration, tensor: Tensor) -> list[Span]:
-    """Return the place of the results for the images of an iteration."""
-    assert tensor.shape is not None
-    return [iteration.batch_span(), *([None] * (len(tensor.shape) - 1))]
-
-
 def _read(iteration: Iteration, spans: list[Span] | None, value: Any) -> Any:
     """Return the part of a buffer in `spans`, or the full buffer if they are `None`."""
     return value if spans is None else DeviceBuffer(value, iteration.loop.device).read(spans)
@@ -337,3 +264,75 @@ def _part_shape(tensor: Tensor, spans: list[Span] | None) -> list[int | None]:
     assert tensor.shape is not None
     cut = spans or [None] * len(tensor.shape)
     return [size if span is None else None for size, span in zip(tensor.shape, cut, strict=True)]
+
+
+class CarriedState(LoopOutput):
+    """State variable with rows that one iteration passes to the next."""
+
+    def __init__(self, output: Carry) -> None:
+        super().__init__()
+        self._part = output.part
+        self.tensor = output.part.tensor
+
+    def initial(self, loop: LoopContext) -> list[LoopState]:
+        """Return zero rows of one image; the batch size is not known before the first iteration."""
+        layout, region, row_axis = loop.analysis.layouts.of(self.tensor), self._part.region, loop.tile_loop.row_axis
+        assert layout is not None and region is not None
+        rows = [None if axis == row_axis else int(rows.size[0]) for axis, rows in enumerate(region)]
+        shape = shape_of(self.tensor, layout.dims, rows)
+        sizes = [0 if dim == layout.dims[row_axis] else size or 1 for dim, size in enumerate(shape)]
+        with tf.device(self.tensor.node.device or None):
+            empty = tf.zeros(sizes, self.tensor.dtype)
+        return [LoopState(empty, (None, *shape[1:]))]
+
+    def update(self, iteration: Iteration, values: Sequence[Any]) -> list[Any]:
+        """Return the rows for the next iteration."""
+        (before,), rows = values, iteration.value(self._part)
+        rows.set_shape(before.shape)
+        return [rows]
+
+    def final(self, values: Sequence[Any]) -> list[Any]:
+        """Return nothing: no op reads the rows after the last iteration."""
+        del values
+        return []
+
+
+class SavedState(LoopOutput):
+    """Buffer of rows that a forward loop saves for the backward loop, tile after tile."""
+
+    def __init__(self, output: Save) -> None:
+        super().__init__(output.save.saved)
+        self._output = output
+
+    def initial(self, loop: LoopContext) -> list[LoopState]:
+        """Return an uninitialised buffer: the iterations write every row."""
+        saved = self._output.save.saved
+        return [initial_state(loop, saved, saved.dtype, zero=False)]
+
+    def update(self, iteration: Iteration, values: Sequence[Any]) -> list[Any]:
+        """Write the rows at the borders of backward tiles that lie in this tile."""
+        (handle,), tensor, place = values, self._output.save.tensor, iteration.place
+        axis = iteration.loop.tile_loop.row_axis
+        dim = place.dims(tensor)[axis]
+        assert dim is not None
+        for part, (rows, places) in zip(self._output.parts, self._output.save.slots, strict=True):
+            spans: list[Span] = [None] * len(handle.shape)
+            spans[BATCH_DIM] = place.batch_span if tensor.shape and tensor.shape[BATCH_DIM] != 1 else None
+            spans[dim] = (place.lookup(places, axis), place.lookup(rows.size, axis))
+            handle = DeviceBuffer(handle, iteration.loop.device).write(spans, iteration.value(part))
+        return [handle]
+
+
+def outputs_of(program: LoopProgram) -> list[LoopOutput]:
+    """Return the outputs of a loop, and the rows that it carries, each with its state variables."""
+    return [_EMITTERS[type(output)](output) for output in program.outputs]
+
+
+_EMITTERS = {
+    Write: TiledOutput,
+    Accumulate: ScatterAddOutput,
+    Reduce: ReductionOutput,
+    MergeMoments: MergedMoments,
+    Save: SavedState,
+    Carry: CarriedState,
+}

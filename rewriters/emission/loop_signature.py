@@ -7,6 +7,7 @@ network.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Hashable, Mapping
 from typing import Any
@@ -14,17 +15,17 @@ from typing import Any
 import numpy as np
 
 from rewriters.analysis.graph_analysis import GraphAnalysis
-from rewriters.emission.loop_emitter import is_awaited
+from rewriters.emission.loop_program import Part
 from rewriters.emission.loop_tensors import loop_input_tensors, loop_operand, loop_output_tensors
+from rewriters.emission.lowering import lower
 from rewriters.ir.graph import Node, Tensor
 from rewriters.ir.region_reads import is_region_read
 from rewriters.ir.static_values import MAX_ELEMENTS
+from rewriters.rules.intervals import Interval
 from rewriters.rules.registry import TileKind
-from rewriters.tiling.barrier_levels import MomentPair
 from rewriters.tiling.checkpoint_selection import LoopSpec
-from rewriters.tiling.row_frontiers import CarriedRows, SavedRows
 from rewriters.tiling.segment import Segment
-from rewriters.tiling.tile_planner import AxisPlan, Region, TileLoop
+from rewriters.tiling.tile_planner import TileLoop
 
 __all__: list[str] = []
 
@@ -102,48 +103,36 @@ class _ProgramHasher(StructuralHasher):
         super().__init__(analysis, segment.kinds)
         self.segment = segment
         self.tile_loop = tile_loop
+        self._part_numbers: dict[Part, int] = {}
 
     def signature(self) -> Hashable:
-        tile_loop = self.tile_loop
+        tile_loop, program = self.tile_loop, lower(self.analysis, self.tile_loop)
         inputs = tuple(self.number(tensor) for tensor in loop_input_tensors(tile_loop, self.segment))
-        body = tuple(self._op(node) for node in tile_loop.body)
+        instructions = self._described([*program.instructions, *program.outputs])
         results = tuple(self.number(tensor) for tensor in loop_output_tensors(tile_loop))
         roles = (len(tile_loop.writes), len(tile_loop.accumulates), tuple(map(self.number, tile_loop.reads)))
-        cells = tuple(_rows(tile_loop.cells.get(tensor)) for tensor in tile_loop.writes)
-        moments = tuple(self._moments(pair) for pair in tile_loop.moments)
-        carries = tuple(self._carry(tensor, carry) for tensor, carry in tile_loop.carries.items())
-        saves = tuple(self._save(save) for save in tile_loop.saves)
-        rows = (tile_loop.order, tile_loop.row_axis, carries, saves)
-        tensors = tuple(self._tensor(tensor) for tensor in self.numbers)
+        tensors = tuple(map(self.tensor, self.numbers))
         files = tuple(self.operation(t.node) for t in tile_loop.reads if is_region_read(t.node))
         operands = tuple(self.number(loop_operand(t)) for t in tile_loop.reads)
-        ends = (results, cells, moments, files, operands)
-        return (tile_loop.backward, tile_loop.grid, rows, inputs, body, ends, roles, tensors)
+        loop = (tile_loop.backward, tile_loop.grid, tile_loop.order, tile_loop.row_axis)
+        return (loop, inputs, instructions, results, roles, tensors, files, operands)
 
-    def _carry(self, tensor: Tensor, carry: CarriedRows) -> Hashable:
-        saved = None if carry.saved is None else self.number(carry.saved)
-        return (self.number(tensor), _rows((carry.received, carry.passed)), saved)
-
-    def _save(self, save: SavedRows) -> Hashable:
-        slots = tuple((_rows((rows,)), places.tobytes()) for rows, places in save.slots)
-        return (self.number(save.tensor), self.number(save.saved), slots, _rows(save.region))
-
-    def _moments(self, pair: MomentPair) -> Hashable:
-        numbers = tuple(map(self.number, (pair.image, pair.mean, pair.variance)))
-        return (numbers, pair.axes, pair.keep_dims, _rows(self.tile_loop.cells[pair.image]))
-
-    def _op(self, node: Node) -> Hashable:
-        plans = tuple(_axis_plan(plan) for plan in self.tile_loop.plans[node])
-        return (*self.operation(node), is_awaited(self.analysis, node), plans)
-
-    def _tensor(self, tensor: Tensor) -> Hashable:
-        return (*self.tensor(tensor), _rows(self.tile_loop.regions.get(tensor)))
-
-
-def _rows(region: Region | None) -> Hashable:
-    return None if region is None else tuple(rows.key for rows in region)
-
-
-def _axis_plan(plan: AxisPlan) -> Hashable:
-    rows = (plan.kept, plan.computed, *plan.needs)
-    return tuple(None if r is None else r.key for r in rows)
+    def _described(self, value: Any) -> Hashable:
+        """Return a key of a part of the program: names of types, numbers of tensors and parts, rows of all tiles."""
+        if isinstance(value, Part):
+            number = self._part_numbers.setdefault(value, len(self._part_numbers))
+            return (number, self.number(value.tensor), self._described(value.region))
+        if isinstance(value, Tensor):
+            return self.number(value)
+        if isinstance(value, Node):
+            return (self.operation(value), self._described(self.tile_loop.plans[value]))
+        if isinstance(value, Interval):
+            return value.key
+        if isinstance(value, np.ndarray):
+            return value.tobytes()
+        if isinstance(value, (list, tuple)):
+            return tuple(map(self._described, value))
+        if dataclasses.is_dataclass(value):
+            fields = (getattr(value, field.name) for field in dataclasses.fields(value))
+            return (type(value).__name__, *map(self._described, fields))
+        return value

@@ -1,9 +1,7 @@
-"""Memory of one iteration of a tile loop.
+"""Memory of one iteration of a tile loop, from its program.
 
-The model of an iteration holds the body of the planned loop and the ops that the emission adds: slices of full-size
-tensors, cropped and padded operands, sums into full-size gradients. A tile at the border is padded and a tile inside is
-larger, so that each tile has its own sizes. Of tensors in files, the pages that an iteration reads or writes stay in
-memory until it ends.
+A tile at the border is padded and a tile inside is larger, so that each tile has its own sizes. Of tensors in files,
+the pages that an iteration reads or writes stay in memory until it ends.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.device.allocator import ExactAllocator
 from rewriters.device.kernel_scratch import (
     KernelShape,
@@ -38,13 +37,27 @@ from rewriters.device.peak_memory import (
 )
 from rewriters.emission.file_buffers import FileBuffers
 from rewriters.emission.loop_outputs import loop_state_dtype
-from rewriters.emission.loop_tensors import repeated_number
-from rewriters.ir.device_model import DeviceModel
+from rewriters.emission.loop_program import (
+    Accumulate,
+    AddRows,
+    Carry,
+    Fit,
+    Instruction,
+    Join,
+    MergeMoments,
+    Output,
+    Part,
+    Receive,
+    Reduce,
+    Run,
+    Save,
+    Slice,
+    Write,
+)
+from rewriters.emission.lowering import lower
 from rewriters.ir.graph import PER_PIXEL, Node, Tensor
 from rewriters.ir.region_reads import NUM_BUFFERED_REGIONS, is_region_read
-from rewriters.rules.intervals import Interval, fit
-from rewriters.tiling.barrier_levels import MomentPair
-from rewriters.tiling.tile_planner import Region, TileLoop, covers, with_rows
+from rewriters.tiling.tile_planner import Region, TileLoop
 
 __all__: list[str] = []
 
@@ -55,18 +68,20 @@ Tile = tuple[int, ...]
 
 
 def loop_iterations(
-    tile_loop: TileLoop, batch: int, device: DeviceModel, files: FileBuffers | None = None
+    analysis: GraphAnalysis, tile_loop: TileLoop, batch: int, files: FileBuffers | None = None
 ) -> list[IterationTrace]:
     """Return traces of iterations that together meet every border of the image, in the order of the loop."""
-    model = IterationModel(tile_loop, device, files)
+    model = IterationModel(analysis, tile_loop, files)
     marks = [sorted({0, count // 2, count - 1}) for count in tile_loop.grid.spatial]
     traces = (model.events(tile, batch) for tile in itertools.product(*marks))
     return [IterationTrace(events, with_delayed_frees(events)) for events in traces]
 
 
-def iteration_peak_bytes(tile_loop: TileLoop, batch: int, device: DeviceModel, files: FileBuffers | None = None) -> int:
+def iteration_peak_bytes(
+    analysis: GraphAnalysis, tile_loop: TileLoop, batch: int, files: FileBuffers | None = None
+) -> int:
     """Return the peak of one iteration in bytes, without the buffers and the full-size operands of the loop."""
-    model = IterationModel(tile_loop, device, files)
+    model = IterationModel(analysis, tile_loop, files)
     tiles = {tuple(0 for _ in tile_loop.grid.spatial), tuple(count // 2 for count in tile_loop.grid.spatial)}
     return max(peak_bytes_of(model.events(tile, batch), ExactAllocator()) for tile in tiles)
 
@@ -88,12 +103,12 @@ class IterationModelCache:
     An entry lives as long as its loop. The models themselves are not cached: a search plans hundreds of loops.
 
     Args:
-        device: The device.
+        analysis: Analysis of the step.
         files: Rule that selects the tensors in files; `None` if all are in memory.
     """
 
-    def __init__(self, device: DeviceModel, files: FileBuffers | None = None) -> None:
-        self._device = device
+    def __init__(self, analysis: GraphAnalysis, files: FileBuffers | None = None) -> None:
+        self._analysis = analysis
         self._files = files
         self._results = weakref.WeakKeyDictionary[TileLoop, Results]()
 
@@ -112,27 +127,27 @@ class IterationModelCache:
     def _cached(self, function: Callable[..., R], tile_loop: TileLoop, batch: int) -> R:
         results, key = self._results.setdefault(tile_loop, {}), (function.__name__, batch)
         if key not in results:
-            results[key] = function(tile_loop, batch, self._device, self._files)
+            results[key] = function(self._analysis, tile_loop, batch, self._files)
         return results[key]
 
 
 class IterationModel:
-    """Ops of an iteration, as stand-in nodes with the rows of their results for every tile.
+    """Instructions of an iteration as stand-in nodes, with the rows of their results for every tile.
 
     Args:
+        analysis: Analysis of the step.
         tile_loop: The loop.
-        device: The device.
         files: Rule that selects the tensors in files; `None` if all are in memory.
 
     Attributes:
         order: Stand-in nodes in the order in which they run.
-        originals: Op that each of them stands for; helpers stand for themselves.
+        originals: Op that each of them stands for; those of other instructions stand for themselves.
         ends: Stand-ins of the tensors that live until the iteration ends.
     """
 
-    def __init__(self, tile_loop: TileLoop, device: DeviceModel, files: FileBuffers | None = None) -> None:
+    def __init__(self, analysis: GraphAnalysis, tile_loop: TileLoop, files: FileBuffers | None = None) -> None:
         self.tile_loop = tile_loop
-        self._device = device
+        self._device = analysis.graph.device
         self._files = files
         self.order: list[Node] = []
         self.originals: list[Node] = []
@@ -142,30 +157,144 @@ class IterationModel:
         self._images: dict[Tensor, int | None] = {}
         # For each crop or pad and axis, the tiles in which it changes nothing.
         self._unchanged: dict[Node, tuple[np.ndarray, ...]] = {}
-        self._values: dict[Tensor, Tensor] = {}
-        self._fits: dict[tuple[object, ...], Tensor] = {}
-        self._joined: dict[Tensor, tuple[Tensor, Region]] = {}
+        self._values: dict[Part, Tensor] = {}
+        # Operands of the stand-ins of ops, those included that are read in full.
+        self._operands: dict[Node, list[Tensor]] = {}
+        program = lower(analysis, tile_loop)
         # Carried rows are alive from the beginning of the iteration. Saved rows are read when an op needs them.
-        self._received = {
-            tensor: self._rows_of(tensor, carry.received)
-            for tensor, carry in tile_loop.carries.items()
-            if carry.saved is None
-        }
-        for node in tile_loop.body:
-            self._add_op(node)
-        for tensor, carry in tile_loop.carries.items():
-            if carry.saved is None and not self._is_gradient(tensor):
-                rows = with_rows(tile_loop.regions[tensor], tile_loop.row_axis, carry.passed)
-                self.ends.append(self._fitted(tensor, rows))
-        for tensor in tile_loop.writes:
-            self.ends.append(
-                self._crop_and_pad(self._value(tensor), tile_loop.regions[tensor], tile_loop.cells[tensor])
-            )
-            self._add_pages(tensor, tile_loop.cells[tensor])
-        for tensor in tile_loop.accumulates:
-            self.ends.append(self._accumulated(tensor))
-        for pair in tile_loop.moments:
-            self._add_moments(pair)
+        received = [one for one in program.instructions if isinstance(one, Receive) and one.carry.saved is None]
+        for instruction in (*received, *program.instructions):
+            self._add(instruction)
+        for output in program.outputs:
+            self._add_output(output)
+
+    # Instructions --------------------------------------------------------------------------------------------
+
+    def _add(self, instruction: Instruction) -> None:
+        """Append the nodes of an instruction; those of an early `Receive` exist already."""
+        match instruction:
+            case Run():
+                self._add_op(instruction)
+            case Slice(result=part):
+                self._values[part] = self._slice(part, instruction.is_full)
+            case Receive(result=part) if part not in self._values:
+                self._values[part] = self._helper("StridedSlice", part, ())
+            case Fit(result=part):
+                self._values[part] = self._fitted(instruction)
+            case Join(result=part, padded=changed, received=rows) | AddRows(result=part, part=changed, received=rows):
+                # The rows are written into memory that exists.
+                self._values[part] = self._helper("Identity", part, [self._values[changed], self._values[rows]])
+            case Receive():
+                pass
+            case _:
+                raise TypeError(instruction)
+
+    def _add_output(self, output: Output) -> None:
+        match output:
+            case Write(part=part):
+                self.ends.append(self._values[part])
+                self._add_pages(part)
+            case Accumulate(part=part, is_full=is_full):
+                self.ends.append(self._accumulated(part, is_full))
+            case MergeMoments(part=part):
+                self._helper("SquaredDifference", part, [self._values[part]])
+            case Carry(part=part):
+                self.ends.append(self._values[part])
+            case Reduce() | Save():  # Sums over the tile are small, and saved rows are written when they exist.
+                pass
+            case _:
+                raise TypeError(output)
+
+    def _add_op(self, run: Run) -> None:
+        node = run.node
+        operands = [self._values[operand] for operand in run.operands if isinstance(operand, Part)]
+        copy = Node(node.name, node.op, operands, outputs=node.outputs)
+        self._operands[copy] = [
+            self._values[operand] if isinstance(operand, Part) else tensor
+            for operand, tensor in zip(run.operands, node.inputs, strict=True)
+        ]
+        plan = self.tile_loop.plans[node]
+        if plan[0].kept is None:
+            self._append(copy, node, None)
+            self._add_casts_of_sums(node, copy)
+        else:
+            self._append(copy, node, (p.computed.size for p in plan if p.computed is not None))
+        for index, part in enumerate(run.results):
+            if part is not None:
+                self._values[part] = copy.out(index)
+
+    def _add_casts_of_sums(self, node: Node, copy: Node) -> None:
+        """Append the parts of sums in half precision as they are added, in float32."""
+        for index, (dtype, shape) in enumerate(node.outputs):
+            state = loop_state_dtype(self.tile_loop, node.out(index))
+            if state != dtype:
+                cast = Node(f"{node.name}/{index}/Cast", "Cast", [copy.out(index)], outputs=[(state, shape)])
+                self._append(cast, cast, None)
+
+    def _slice(self, part: Part, is_full: bool) -> Tensor:
+        op = part.tensor.node.op
+        if is_region_read(part.tensor.node):
+            value, *ahead = (self._helper(op, part, ()) for _ in range(NUM_BUFFERED_REGIONS))
+            self.ends += ahead
+            return value
+        self._add_pages(part)
+        return self._helper("Placeholder" if is_full else "StridedSlice", part, ())
+
+    def _add_pages(self, part: Part) -> None:
+        """Append the pages of a region if its tensor lies in a file."""
+        if self._files is not None and self._files.holds(part.tensor):
+            self.ends.append(self._helper("Pages", part, ()))
+
+    def _fitted(self, change: Fit) -> Tensor:
+        """Append a crop and a pad; in a tile where they change nothing, their kernels forward the operand's buffer."""
+        assert change.part.region is not None and change.result.region is not None
+        result = self._values[change.part]
+        if any(axis.crops for axis in change.changes):
+            cropped = [axis.size for axis in change.changes]
+            result = self._helper("StridedSlice", change.part, [result], cropped)
+            self._unchanged[result.node] = _equal_sizes(cropped, change.part.region)
+        if any(axis.pads for axis in change.changes):
+            result = self._helper("PadV2", change.result, [result])
+            self._unchanged[result.node] = _equal_sizes([axis.size for axis in change.changes], change.result.region)
+        return result
+
+    def _accumulated(self, part: Part, is_full: bool) -> Tensor:
+        """Append the sum of a part of a gradient and the slice of the full-size gradient."""
+        tensor = part.tensor
+        total = self._slice(part, is_full)
+        result = self._helper("AddV2", part, [total, self._values[part]])
+        scale = loop_state_dtype(self.tile_loop, tensor).size // tensor.dtype.size
+        for summand in (total, result):
+            self._pixel_bytes[summand] *= scale
+        return result
+
+    def _append(self, node: Node, original: Node, rows: Iterable[np.ndarray] | None) -> None:
+        """Append a stand-in whose results have `rows` along each axis; `None` for results of constant size."""
+        self.order.append(node)
+        self.originals.append(original)
+        if rows is not None:
+            sizes = tuple(rows)
+            for index in range(len(node.outputs)):
+                self._set_rows(node.out(index), original.out(index), sizes)
+
+    def _helper(
+        self, op: str, part: Part, operands: Sequence[Tensor], rows: Iterable[np.ndarray] | None = None
+    ) -> Tensor:
+        """Append an op that the emission adds, whose result has the pixels of `part` and its rows, or other `rows`."""
+        like, region = part.tensor, part.region
+        outputs = [like.node.outputs[like.index]]
+        node = Node(f"{op}/{like.name}/{len(self.order)}", op, operands, outputs=outputs)
+        self._append(node, node, None)
+        assert region is not None
+        self._set_rows(node.out(), like, tuple(rows or (i.size for i in region)))
+        return node.out()
+
+    def _set_rows(self, tensor: Tensor, original: Tensor, rows: tuple[np.ndarray, ...]) -> None:
+        self._rows[tensor] = rows
+        self._pixel_bytes[tensor] = self._bytes_of_pixel(original)
+        self._images[tensor] = self._known_images(original)
+
+    # Sizes ---------------------------------------------------------------------------------------------------
 
     def events(self, tile: Tile, batch: int) -> list[AllocationEvent]:
         """Return the allocations and frees of the iteration of one tile, in order."""
@@ -185,9 +314,8 @@ class IterationModel:
                 scratch[node] = scratch_bytes(original, self._kernel_shape(original, tile, batch), self._device)
                 result_bytes = num_bytes(node.out())
                 scratch[node] += softmax_scratch(original, result_bytes, self._device)
-                regions = iter(node.inputs)
-                operands = (next(regions) if self._is_cut(original, p) else t for p, t in enumerate(original.inputs))
-                scratch[node] += product_scratch(original, list(map(num_bytes, operands)), result_bytes, self._device)
+                operand_bytes = list(map(num_bytes, self._operands[node]))
+                scratch[node] += product_scratch(original, operand_bytes, result_bytes, self._device)
         blocks = concurrent_scratch(scratch, self.originals, self._device)
         return schedule(self.order, num_bytes, blocks, self.ends, alias)
 
@@ -239,171 +367,7 @@ class IterationModel:
         )
         return KernelShape(images, windows, pixels, is_tile=True)
 
-    def _append(self, node: Node, original: Node, rows: Iterable[np.ndarray] | None) -> Tensor:
-        """Append a stand-in whose results have `rows` along each axis; `None` for results of constant size."""
-        self.order.append(node)
-        self.originals.append(original)
-        if rows is not None:
-            sizes = tuple(rows)
-            for index in range(len(node.outputs)):
-                self._rows[node.out(index)] = sizes
-                self._pixel_bytes[node.out(index)] = self._bytes_of_pixel(original.out(index))
-                self._images[node.out(index)] = self._known_images(original.out(index))
-        return node.out()
 
-    def _helper(self, op: str, like: Tensor, operands: Sequence[Tensor], rows: Iterable[np.ndarray]) -> Tensor:
-        """Append an op that the emission adds, whose result has the pixels of `like`."""
-        outputs = [like.node.outputs[like.index]]
-        node = Node(f"{op}/{like.name}/{len(self.order)}", op, operands, outputs=outputs)
-        self._append(node, node, None)
-        self._rows[node.out()] = tuple(rows)
-        self._pixel_bytes[node.out()] = self._pixel_bytes.get(like) or self._bytes_of_pixel(like)
-        self._images[node.out()] = self._images[like] if like in self._images else self._known_images(like)
-        return node.out()
-
-    def _value(self, tensor: Tensor) -> Tensor:
-        """Return the stand-in of the rows that the iteration holds; slice full-size tensors when first needed."""
-        if tensor not in self._values:
-            self._values[tensor] = self._slice(tensor, self.tile_loop.regions[tensor])
-        return self._values[tensor]
-
-    def _slice(self, tensor: Tensor, region: Region) -> Tensor:
-        layout = self.tile_loop.layouts.of(tensor)
-        assert layout is not None
-        if is_region_read(tensor.node):
-            value, *ahead = (
-                self._helper(tensor.node.op, tensor, (), (i.size for i in region)) for _ in range(NUM_BUFFERED_REGIONS)
-            )
-            self.ends += ahead
-            return value
-        self._add_pages(tensor, region)
-        is_full = all(np.all(i.size == extent) for i, extent in zip(region, layout.extents(tensor), strict=True))
-        is_argument = is_full and self.tile_loop.grid.batch == 1 and repeated_number(tensor) is None
-        op = "Placeholder" if is_argument else "StridedSlice"
-        return self._helper(op, tensor, (), (i.size for i in region))
-
-    def _add_pages(self, tensor: Tensor, region: Region) -> None:
-        """Append the pages of a region if the tensor lies in a file."""
-        if self._files is not None and self._files.holds(tensor):
-            self.ends.append(self._helper("Pages", tensor, (), (i.size for i in region)))
-
-    def _add_op(self, node: Node) -> None:
-        plan = self.tile_loop.plans[node]
-        operands = []
-        meets_gradient = any(t in self.tile_loop.regions and self._is_gradient(t) for t in node.inputs)
-        for position, tensor in enumerate(node.inputs):
-            need = tuple(p.needs[position] for p in plan)
-            if self._is_cut(node, position):
-                operands.append(self._fitted(tensor, need, meets_gradient))  # type: ignore[arg-type]
-        copy = Node(node.name, node.op, operands, outputs=node.outputs)
-        if plan[0].kept is None:
-            self._append(copy, node, None)
-            self._add_casts_of_sums(node, copy)
-            return
-        computed: Region = tuple(p.computed for p in plan)  # type: ignore[misc]
-        tile_rows: Region = tuple(p.kept for p in plan)  # type: ignore[misc]
-        self._append(copy, node, (i.size for i in computed))
-        for index in range(len(node.outputs)):
-            tensor = node.out(index)
-            if tensor in self.tile_loop.reads:
-                continue
-            if tensor in self.tile_loop.carries and self._is_gradient(tensor):
-                self._values[tensor] = self._finished(tensor, copy.out(index), computed)
-            else:
-                self._values[tensor] = self._crop_and_pad(copy.out(index), computed, tile_rows)
-
-    def _add_casts_of_sums(self, node: Node, copy: Node) -> None:
-        """Append the parts of sums in half precision as they are added, in float32."""
-        for index, (dtype, shape) in enumerate(node.outputs):
-            state = loop_state_dtype(self.tile_loop, node.out(index))
-            if state != dtype:
-                cast = Node(f"{node.name}/{index}/Cast", "Cast", [copy.out(index)], outputs=[(state, shape)])
-                self._append(cast, cast, None)
-
-    def _is_cut(self, node: Node, position: int) -> bool:
-        """Return whether an op reads rows of an operand; otherwise it reads an operand of constant size."""
-        plan = self.tile_loop.plans.get(node)
-        return (
-            plan is not None and node.inputs[position] in self.tile_loop.regions and plan[0].needs[position] is not None
-        )
-
-    def _is_gradient(self, tensor: Tensor) -> bool:
-        """Return whether the rows of a tensor may be partial sums."""
-        return tensor not in self.tile_loop.values
-
-    def _rows_of(self, tensor: Tensor, rows: Interval) -> Tensor:
-        region = with_rows(self.tile_loop.regions[tensor], self.tile_loop.row_axis, rows)
-        return self._helper("StridedSlice", tensor, (), (i.size for i in region))
-
-    def _fitted(self, tensor: Tensor, need: Region, meets_gradient: bool = False) -> Tensor:
-        """Return the rows of a tensor that an op needs.
-
-        Of a carried tensor, the received halo rows are written into the padding of the computed rows. An op that also
-        reads a gradient reuses the rows assembled for an earlier op.
-        """
-        if meets_gradient and tensor in self._joined:
-            value, have = self._joined[tensor]
-            if covers(have, need):
-                return self._crop_and_pad(value, have, need)
-        value, have = self._value(tensor), self.tile_loop.regions[tensor]
-        carry = self.tile_loop.carries.get(tensor)
-        if carry is None or self._is_gradient(tensor):
-            result = self._crop_and_pad(value, have, need)
-            may_join = not self._is_gradient(tensor) and tensor not in self.tile_loop.reads
-            if self.tile_loop.carries and may_join and not covers(have, need):
-                self._joined.setdefault(tensor, (result, need))
-            return result
-        if tensor not in self._received:
-            self._received[tensor] = self._rows_of(tensor, carry.received)
-        axis = self.tile_loop.row_axis
-        computed = with_rows(have, axis, Interval(carry.received.hi, have[axis].hi))
-        result = self._crop_and_pad(value, computed, need)
-        if np.any((need[axis].lo < carry.received.hi) & (need[axis].size > 0)):
-            result = self._helper("Identity", result, [result, self._received[tensor]], self._rows[result])
-            self._joined.setdefault(tensor, (result, need))
-        return result
-
-    def _finished(self, tensor: Tensor, value: Tensor, computed: Region) -> Tensor:
-        """Return the rows of a gradient that the iteration completes; the rows that it passes on stay alive."""
-        carry, region = self.tile_loop.carries[tensor], self.tile_loop.regions[tensor]
-        passed = self._crop_and_pad(value, computed, with_rows(region, self.tile_loop.row_axis, carry.passed))
-        if passed != value:
-            self.ends.append(passed)
-        return self._crop_and_pad(value, computed, region)
-
-    def _add_moments(self, pair: MomentPair) -> None:
-        """Append the slice of the image, and its squared differences from the mean."""
-        cell = self.tile_loop.cells[pair.image]
-        image = self._crop_and_pad(self._value(pair.image), self.tile_loop.regions[pair.image], cell)
-        self._helper("SquaredDifference", pair.image, [image], (i.size for i in cell))
-
-    def _crop_and_pad(self, value: Tensor, have: Region, need: Region) -> Tensor:
-        """Append a crop and a pad; in a tile where they change nothing, their kernels forward the operand's buffer."""
-        if all(h.same(n) for h, n in zip(have, need, strict=True)):
-            return value
-        key = (value, *(i.key for i in (*have, *need)))
-        if key not in self._fits:
-            fits = [fit(h, n) for h, n in zip(have, need, strict=True)]
-            result = value
-            if any(change.crops for change in fits):
-                result = self._helper("StridedSlice", value, [result], (change.size for change in fits))
-                self._unchanged[result.node] = tuple(
-                    change.size == h.size for change, h in zip(fits, have, strict=True)
-                )
-            if any(change.pads for change in fits):
-                result = self._helper("PadV2", value, [result], (n.size for n in need))
-                self._unchanged[result.node] = tuple(
-                    change.size == n.size for change, n in zip(fits, need, strict=True)
-                )
-            self._fits[key] = result
-        return self._fits[key]
-
-    def _accumulated(self, tensor: Tensor) -> Tensor:
-        """Append the sum of a part of a gradient and the slice of the full-size gradient."""
-        rows = [i.size for i in self.tile_loop.regions[tensor]]
-        total = self._slice(tensor, self.tile_loop.regions[tensor])
-        result = self._helper("AddV2", tensor, [total, self._value(tensor)], rows)
-        scale = loop_state_dtype(self.tile_loop, tensor).size // tensor.dtype.size
-        for part in (total, result):
-            self._pixel_bytes[part] = scale * self._bytes_of_pixel(tensor)
-        return result
+def _equal_sizes(sizes: Sequence[np.ndarray], region: Region) -> tuple[np.ndarray, ...]:
+    """Return for each axis the tiles in which rows of some sizes are as many as those of a region."""
+    return tuple(size == rows.size for size, rows in zip(sizes, region, strict=True))

@@ -43,7 +43,14 @@ from rewriters.device.kernel_scratch import (
     window_bytes,
 )
 from rewriters.device.op_buffers import allocates, forwards_input_buffer, may_run_in_place
+from rewriters.emission.lowering import lower
 from rewriters.errors import NotTileableError
+from rewriters.estimates.instruction_cost import (
+    HOST_OPS_OF_BATCH,
+    HOST_OPS_PER_AXIS,
+    HOST_OPS_PER_REGION,
+    InstructionCosts,
+)
 from rewriters.ir.graph import Node, Tensor
 from rewriters.rules.registry import find_rule
 from rewriters.tiling.tile_planner import TileLoop
@@ -143,17 +150,6 @@ NOMINAL = MachineRates(flops={_ANY: 1e11}, touched={_ANY: 1.25e10}, weights=2.5e
 docs/develop/decisions.md has the measurement behind the rate of weights: "Every iteration pays for its weights".
 """
 
-_HOST_OPS_PER_ITERATION, _HOST_OPS_PER_REGION = 4, 2
-"""Ops on integers that an iteration runs, and those for each tensor that it cuts out, fits or writes, both times one
-plus the number of tiled axes. For 188 loops of five networks the result is 0.97 times their number (median; 0.84 to
-1.20 for 80 %)."""
-
-_REGIONS_PER_CARRY = 3
-"""Regions for each tensor whose rows are carried: the received rows, the rows joined with them, and those to pass."""
-
-_MOMENT_OPS = 12
-"""Ops that merge the moments of a tile into those of the tiles before."""
-
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
@@ -189,6 +185,9 @@ class CostModel:
         gradient_pairs: One gradient of each convolution, with the other one, which may run concurrently.
     """
 
+    _counts_fits = True
+    """Whether crops and pads take time."""
+
     def __init__(self, analysis: GraphAnalysis, batch: int, rates: MachineRates = NOMINAL) -> None:
         self.analysis = analysis
         self.device = analysis.graph.device
@@ -222,8 +221,9 @@ class CostModel:
     def lower_bound(self) -> CostModel:
         """Cost model whose times no loop with as many iterations or more falls below.
 
-        More iterations mostly take longer. They may take less time in four cases:
+        More iterations mostly take longer. They may take less time in five cases:
 
+        - Fewer tiles lie at a border, where operands are padded.
         - Results become too small for newly mapped memory.
         - Tiles have so few pixels that a kernel for volumes unfolds them.
         - Tiles have so few images that both gradients of a convolution leave cores idle.
@@ -267,13 +267,12 @@ class CostModel:
         """Return the seconds of the ops of a loop in all iterations, halos included."""
         seconds = sum_in_order(self.op_in_loop(tile_loop, node) for node in tile_loop.body)
         seconds -= self.concurrency_savings(tile_loop.body, tile_loop)
-        return seconds + sum_in_order(self._moments(tile_loop, pair.image) for pair in tile_loop.moments)
+        return seconds + sum_in_order(self._moments(pair.image) for pair in tile_loop.moments)
 
-    def _moments(self, tile_loop: TileLoop, image: Tensor) -> float:
+    def _moments(self, image: Tensor) -> float:
         """Return the seconds of the mean, the squared differences and their mean that a loop computes for each tile."""
         size, touched = image.num_bytes(self.batch), self.rates.touched
-        calls = _MOMENT_OPS * self.num_iterations(tile_loop) * self.rates.call
-        return 2 * size / _rate(touched, "Mean") + 2 * size / _rate(touched, "SquaredDifference") + calls
+        return 2 * size / _rate(touched, "Mean") + 2 * size / _rate(touched, "SquaredDifference")
 
     def op_in_loop(self, tile_loop: TileLoop, node: Node) -> float:
         """Return the seconds of one op in all iterations of a loop.
@@ -356,34 +355,14 @@ class CostModel:
 
     def _copies(self, tile_loop: TileLoop) -> float:
         """Return the seconds of a loop outside of its body: slices, pads, writes, accumulation, places of tiles."""
-        iterations = self.num_iterations(tile_loop)
-        if iterations == 1:
-            return 0.0
-        cut = [
-            tensor
-            for tensor in (*tile_loop.reads, *tile_loop.writes, *tile_loop.accumulates)
-            if tensor in tile_loop.regions
-        ]
-        moved = sum(2 * t.num_bytes(self.batch) * _held_fraction(self.analysis, tile_loop, t) for t in cut)
-        moved += sum(t.num_bytes(self.batch) for t in tile_loop.accumulates)
-        moved += iterations * sum(3 * t.num_bytes(self.batch) for t in tile_loop.reductions)
-        return moved / _rate(self.rates.touched, _ANY) + iterations * self._start_seconds(tile_loop, len(cut))
-
-    def _start_seconds(self, tile_loop: TileLoop, num_cut: int) -> float:
-        """Return the seconds to start the ops of one iteration that are not in its body.
-
-        Args:
-            tile_loop: The loop.
-            num_cut: Number of tensors of which an iteration reads or writes a region.
-        """
-        rates = self.rates
-        if not rates.call and not rates.host_call:
-            return 0.0
-        regions = num_cut + num_fitted(tile_loop) + _REGIONS_PER_CARRY * len(tile_loop.carries)
-        calls = regions + len(tile_loop.accumulates) + len(tile_loop.reductions)
-        axes = 1 + sum(count > 1 for count in tile_loop.grid.spatial)
-        host_calls = axes * (_HOST_OPS_PER_ITERATION + _HOST_OPS_PER_REGION * regions)
-        return calls * rates.call + host_calls * rates.host_call
+        iterations, rates = self.num_iterations(tile_loop), self.rates
+        program, costs = lower(self.analysis, tile_loop), InstructionCosts(self.analysis, self.batch, iterations)
+        work = costs.of_program(program, with_fits=self._counts_fits)
+        axes = sum(count > 1 for count in tile_loop.grid.spatial)
+        host_calls = HOST_OPS_PER_AXIS * axes + HOST_OPS_PER_REGION * work.regions
+        host_calls += HOST_OPS_OF_BATCH if tile_loop.grid.batch > 1 else 0
+        starting = work.calls * rates.call + host_calls * rates.host_call
+        return work.moved_bytes / _rate(rates.touched, _ANY) + iterations * starting
 
     def _work_of(self, node: Node) -> _Work | None:
         """Return the work of an op; `None` if it touches no memory."""
@@ -420,6 +399,8 @@ class CostModel:
 
 class LowerBoundCost(CostModel):
     """Implements `CostModel.lower_bound`."""
+
+    _counts_fits = False
 
     def __init__(self, costs: CostModel) -> None:
         rates = dataclasses.replace(costs.rates, first_touch=math.inf, long_row_slowdown=1.0)
@@ -493,21 +474,3 @@ def _width_fraction(analysis: GraphAnalysis, tile_loop: TileLoop, node: Node) ->
     rows = tile_loop.plans[node][-1].needs[0]
     extent = analysis.view(node).extent(node.inputs[0], len(tile_loop.plans[node]) - 1)
     return 1.0 if rows is None else float(rows.size.max()) / extent
-
-
-def num_fitted(tile_loop: TileLoop) -> int:
-    """Return the number of operands that an iteration crops or pads."""
-    count = 0
-    for node, plans in tile_loop.plans.items():
-        for position, tensor in enumerate(node.inputs):
-            needs = [plan.needs[position] for plan in plans]
-            held = tile_loop.regions.get(tensor)
-            if held is not None and None not in needs:
-                count += not all(have.same(need) for have, need in zip(held, needs, strict=True))  # type: ignore[arg-type]
-    return count
-
-
-def _held_fraction(analysis: GraphAnalysis, tile_loop: TileLoop, tensor: Tensor) -> float:
-    """Return the pixels of a tensor that all iterations hold, over the pixels of the image."""
-    rows = zip(tile_loop.regions[tensor], analysis.extents(tensor) or (), strict=True)
-    return math.prod(float(interval.size.sum()) / (extent or 1) for interval, extent in rows)

@@ -14,6 +14,8 @@ import numpy as np
 
 __all__: list[str] = []
 
+INT64 = np.dtype(np.int64)
+
 MAX_CACHED_TILES = 64
 """Tiles up to which an interval is cached: enough for searches, without the finest grids, which take kilobytes each."""
 
@@ -136,7 +138,18 @@ class CropPad:
 
 
 def fit(have: Interval, need: Interval) -> CropPad:
-    """Return the cropping and padding from rows `have` to rows `need`."""
+    """Return the cropping and padding from rows `have` to rows `need`; cached for intervals of few tiles."""
+    is_cached = have.lo.size <= MAX_CACHED_TILES and {i.dtype for i in (have.lo, have.hi, need.lo, need.hi)} == {INT64}
+    return _cached_fit(*have.key, *need.key) if is_cached else _fit(have, need)
+
+
+@functools.lru_cache(2**14)
+def _cached_fit(*keys: bytes) -> CropPad:
+    have_lo, have_hi, need_lo, need_hi = (np.frombuffer(key, np.int64) for key in keys)
+    return _fit(Interval(have_lo, have_hi), Interval(need_lo, need_hi))
+
+
+def _fit(have: Interval, need: Interval) -> CropPad:
     lo = np.clip(need.lo, have.lo, have.hi)
     hi = np.maximum(np.clip(need.hi, have.lo, have.hi), lo)
     before = np.where(hi > lo, lo - need.lo, need.size)

@@ -13,7 +13,6 @@ from rewriters.emission.loop_emitter import trace_loop
 from rewriters.emission.tile_pass import plan_segment
 from rewriters.estimates import loop_memory
 from rewriters.estimates.loop_memory import iteration_peak_bytes, loop_iterations
-from rewriters.ir.device_detection import planned_device
 from rewriters.tiling.segment import build_segment
 from rewriters.tiling.tile_planner import Grid
 
@@ -45,10 +44,10 @@ def conv(kernel=3, **options):
     return layers.Conv2D(8, kernel, padding="same", **options)
 
 
-def peaks(tile_loop, batch=1):
+def peaks(analysis, tile_loop, batch=1):
     """Return the peak bytes of each iteration."""
     result = []
-    for turn in loop_iterations(tile_loop, batch, planned_device()):
+    for turn in loop_iterations(analysis, tile_loop, batch):
         held, alive, most = {}, 0, 0
         for action, key, num_bytes, *_ in turn.events:
             if action is Action.ALLOCATE:
@@ -67,8 +66,8 @@ def image(rows, columns, channels=8):
 
 
 def test_iteration_peak_is_slice_padded_slice_and_result():
-    _, _, (forward, *_) = planned(conv(use_bias=False))
-    corner, edge, *_ = iteration_peaks = peaks(forward)
+    analysis, _, (forward, *_) = planned(conv(use_bias=False))
+    corner, edge, *_ = iteration_peaks = peaks(analysis, forward)
     assert len(iteration_peaks) == 9
     # The slice at a corner has 17 x 17 rows and is padded to 18 x 18; slice and padded copy, or copy and result.
     assert corner == max(image(17, 17) + image(18, 18), image(18, 18) + image(16, 16))
@@ -77,40 +76,40 @@ def test_iteration_peak_is_slice_padded_slice_and_result():
 
 
 def test_iteration_peak_pointwise_convolution_has_no_pad():
-    _, _, (forward, *_) = planned(conv(1, use_bias=False))
-    assert set(peaks(forward)) == {2 * image(16, 16)}
+    analysis, _, (forward, *_) = planned(conv(1, use_bias=False))
+    assert set(peaks(analysis, forward)) == {2 * image(16, 16)}
 
 
 def test_iteration_peak_single_tile_has_no_slice():
-    _, _, (forward, *_) = planned(conv(use_bias=False), grid=(1, 1))
-    assert peaks(forward) == [image(64, 64)], "the image itself is read"
+    analysis, _, (forward, *_) = planned(conv(use_bias=False), grid=(1, 1))
+    assert peaks(analysis, forward) == [image(64, 64)], "the image itself is read"
 
 
 def test_iteration_peak_batch_tiles_hold_fraction_of_batch():
-    _, _, (forward, *_) = planned(conv(use_bias=False), grid=(1, 1), batch=4, batch_tiles=2)
-    assert peaks(forward, batch=4) == [2 * (2 * image(64, 64))], "a slice of two images, and the result"
+    analysis, _, (forward, *_) = planned(conv(use_bias=False), grid=(1, 1), batch=4, batch_tiles=2)
+    assert peaks(analysis, forward, batch=4) == [2 * (2 * image(64, 64))], "a slice of two images, and the result"
 
 
 def test_iteration_peak_counts_frames_that_are_folded_into_the_batch():
-    _, _, (forward, *_) = planned(conv(use_bias=False), grid=(1, 1), batch=12)
-    assert peaks(forward, batch=3) == [12 * image(64, 64)], "of 3 episodes with 4 frames each"
-    _, _, (forward, *_) = planned(conv(use_bias=False), grid=(1, 1), batch=12, batch_tiles=2)
-    assert peaks(forward, batch=3) == [6 * (2 * image(64, 64))]
+    analysis, _, (forward, *_) = planned(conv(use_bias=False), grid=(1, 1), batch=12)
+    assert peaks(analysis, forward, batch=3) == [12 * image(64, 64)], "of 3 episodes with 4 frames each"
+    analysis, _, (forward, *_) = planned(conv(use_bias=False), grid=(1, 1), batch=12, batch_tiles=2)
+    assert peaks(analysis, forward, batch=3) == [6 * (2 * image(64, 64))]
 
 
 @pytest.mark.parametrize("grid", [(1, 1), (2, 3), (5, 4)])
 def test_iteration_peak_bytes_is_that_of_corner_or_inner_tile(grid):
-    _, _, tile_loops = planned(conv(activation="relu"), conv(activation="relu"), layers.MaxPool2D(2), grid=grid)
+    analysis, _, tile_loops = planned(conv(activation="relu"), conv(activation="relu"), layers.MaxPool2D(2), grid=grid)
     for tile_loop in tile_loops:
-        iteration_peaks = peaks(tile_loop)
-        assert iteration_peak_bytes(tile_loop, 1, planned_device()) in iteration_peaks
-        assert iteration_peak_bytes(tile_loop, 1, planned_device()) >= 0.9 * max(iteration_peaks)
+        iteration_peaks = peaks(analysis, tile_loop)
+        assert iteration_peak_bytes(analysis, tile_loop, 1) in iteration_peaks
+        assert iteration_peak_bytes(analysis, tile_loop, 1) >= 0.9 * max(iteration_peaks)
 
 
 def test_iteration_events_backward_accumulates_in_place():
     def added(*first):
-        _, segment, (_, backward) = planned(*first, conv(activation="relu"), conv(activation="relu"))
-        turn = loop_iterations(backward, 1, planned_device())[4].events
+        analysis, segment, (_, backward) = planned(*first, conv(activation="relu"), conv(activation="relu"))
+        turn = loop_iterations(analysis, backward, 1)[4].events
         adds = [event.name for event in turn if event.name.startswith("AddV2/")]
         return segment, [event for event in turn if event.name in adds], turn
 
@@ -131,7 +130,7 @@ def test_iteration_model_crops_and_pads_like_emitted_loop(grid, kernel):
         graph = trace_loop(analysis, segment, tile_loop)
         body = next(f for f in graph.as_graph_def().library.function if "body" in f.signature.name)
         emitted = [node.op for node in body.node_def]
-        turns = [turn.events for turn in loop_iterations(tile_loop, 1, analysis.graph.device)]
+        turns = [turn.events for turn in loop_iterations(analysis, tile_loop, 1)]
         modelled = {e.name.split("/")[0] for turn in turns for e in turn if e.action is Action.RUN}
         assert ("PadV2" in emitted) == ("PadV2" in modelled)
         padded = {e.name for turn in turns for e in turn if e.name.startswith("PadV2/") and e.action is Action.RUN}

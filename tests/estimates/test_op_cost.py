@@ -15,6 +15,9 @@ from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize import canonicalize
 from rewriters.device import kernel_scratch
 from rewriters.emission.loop_emitter import trace_loop
+from rewriters.emission.loop_program import MergeMoments
+from rewriters.emission.lowering import lower
+from rewriters.estimates.instruction_cost import InstructionCosts
 from rewriters.estimates.op_cost import DIRECT, NOMINAL, CostModel, _coverage, sum_in_order
 from rewriters.ir.device_detection import planned_device
 from rewriters.tiling.barrier_levels import assign_levels
@@ -48,7 +51,8 @@ def test_cost_single_iteration_is_sum_of_ops(body):
     analysis, loops = tile_loops(body, (1, 1))
     costs = CostModel(analysis, IMAGES)
     for tile_loop in loops:
-        assert costs.tile_loop(tile_loop) == pytest.approx(costs.step(tile_loop.body))
+        adding = sum(3 * tensor.num_bytes(IMAGES) for tensor in (*tile_loop.reductions, *tile_loop.accumulates))
+        assert costs.tile_loop(tile_loop) == pytest.approx(costs.step(tile_loop.body) + adding / NOMINAL.touched[""])
 
 
 # Tiles of the batch have no halos, nor have convolutions of single pixels.
@@ -253,7 +257,7 @@ def test_cost_of_loop_includes_slices_and_writes():
     forward = loops[0]
     around = costs.tile_loop(forward) - sum(costs.op_in_loop(forward, node) for node in forward.body)
     whole = sum(t.num_bytes(IMAGES) for t in (*forward.reads, *forward.writes))
-    assert 2 * whole / 1.25e10 <= around < 4 * whole / 1.25e10
+    assert 2 * whole / 1.25e10 <= around < 6 * whole / 1.25e10, "both tiles lie at a border and are padded, too"
 
 
 @pytest.mark.parametrize("count", [1, 4])
@@ -277,8 +281,8 @@ def test_cost_of_loop_includes_merged_moments(count):
         )
         size = pair.num_bytes(IMAGES)
         assert difference == pytest.approx(times * size / 1e6 - times * size / NOMINAL.touched[""])
-    calls, without = CostModel(analysis, IMAGES, changed(call=1.0)), dataclasses.replace(tile_loop, moments=[])
-    assert calls.body(tile_loop) - calls.body(without) == pytest.approx(12 * count, rel=1e-3)
+    (merging,) = (one for one in lower(analysis, tile_loop).outputs if isinstance(one, MergeMoments))
+    assert InstructionCosts(analysis, IMAGES, count).of_instruction(merging).calls == 12
 
 
 @pytest.mark.parametrize("grid", [(1, 1), (4, 1)])
@@ -336,6 +340,18 @@ def test_lower_bound_holds_for_all_grids(body, threads, plan_with):
             faster += costs.tile_loop(tile_loop) < CostModel(one, IMAGES, rates).tile_loop(alone)
         assert costs.lower_bound.step(analysis.order) <= costs.step(analysis.order)
     assert faster, "one turn is not always the fastest"
+
+
+def test_lower_bound_holds_for_finer_grids():
+    """Of 2 x 2 tiles each lies at a border and is padded, of 5 x 5 tiles only most."""
+    step = keras_step(two(3), (120, 100), IMAGES, steps=1)
+    analysis = GraphAnalysis(canonicalize.read_canonical(step.concrete_fn))
+    costs = CostModel(analysis, IMAGES)
+    plans = [plan(analysis, [Cut(grid=(count, count))])[0].loops for count in (2, 3, 4, 6, 8)]
+    for number, coarse in enumerate(plans):
+        least = [costs.lower_bound.tile_loop(tile_loop) for tile_loop in coarse]
+        for fine in plans[number:]:
+            assert all(bound <= costs.tile_loop(one) for bound, one in zip(least, fine, strict=True))
 
 
 @pytest.mark.parametrize("first", ["seconds", "lower bound"])
@@ -399,14 +415,17 @@ def emitted_ops(analysis, segment_plan):
         yield tile_loop, len(host), len(ops) - len(host)
 
 
-@pytest.mark.parametrize("halo", [Halo.RECOMPUTE, Halo.CARRY])
+@pytest.mark.parametrize(
+    "cut",
+    [Cut(grid=(2, 2)), Cut(grid=(1, 1), batch=2), Cut(grid=(2, 2), batch=2), Cut(grid=(3, 1), halo="carry")],
+    ids=["tiles", "images", "both", "strips"],
+)
 @pytest.mark.parametrize("body", [two(3), pooled, lambda x: conv(4, name="out")(conv(4)(layers.ReLU()(conv(4)(x))))])
-def test_cost_of_starting_ops_is_near_number_of_emitted_ops(body, halo):
-    grid = (2, 2) if halo is Halo.RECOMPUTE else (3, 1)
+def test_cost_of_starting_ops_is_near_number_of_emitted_ops(body, cut):
     step = keras_step(body, (12, 10), IMAGES, steps=1)
     with planning_for_card("rtx2080ti"):
         analysis = GraphAnalysis(canonicalize.read_canonical(step.concrete_fn))
-    (segment_plan,) = plan(analysis, [Cut(grid=grid, halo=halo.value)])
+    (segment_plan,) = plan(analysis, [cut])
     free = {"flops": {"": math.inf}, "touched": {"": math.inf}, "weights": math.inf}
     for tile_loop, num_host, num_device in emitted_ops(analysis, segment_plan):
         tiles = tile_loop.grid.num_tiles
@@ -414,8 +433,8 @@ def test_cost_of_starting_ops_is_near_number_of_emitted_ops(body, halo):
             CostModel(analysis, IMAGES, changed(**free, **{rate: 1.0})).tile_loop(tile_loop) / tiles
             for rate in ("call", "host_call")
         )
-        assert calls == pytest.approx(num_device, rel=0.3), tile_loop.name
-        assert host_calls == pytest.approx(num_host, rel=0.5), tile_loop.name
+        assert calls == pytest.approx(num_device, rel=0.2), tile_loop.name
+        assert host_calls == pytest.approx(num_host, rel=0.4), tile_loop.name
 
 
 def test_accelerator_starts_ops_while_it_computes():

@@ -333,7 +333,7 @@ def test_training_search_of_equal_blocks_keeps_several_checkpoints():
 def test_default_tiles_are_few_where_more_save_nothing(scratch_bytes, monkeypatch):
     """Assume kernels whose scratch memory exceeds all tensors that tiles split."""
 
-    def scratch(tile_loop, batch, device):
+    def scratch(analysis, tile_loop, batch):
         return scratch_bytes(64 // math.prod(tile_loop.grid.spatial))
 
     monkeypatch.setattr("tflms_sft._planner.requested_tiles.iteration_peak_bytes", scratch)

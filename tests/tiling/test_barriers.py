@@ -14,6 +14,7 @@ import tflms_sft
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize import canonicalize
 from rewriters.emission import loop_outputs, tile_pass
+from rewriters.emission.loop_program import MergeMoments, Part, Reduce
 from rewriters.errors import RewriteError
 from rewriters.ir.device_model import DeviceModel
 from rewriters.ir.graph_reader import from_tf_graph
@@ -165,7 +166,9 @@ def test_max_reduction_of_minus_infinity_stays_minus_infinity():
     image = tf.constant(np.full((2, 6, 5, 1), -np.inf))
     whole = tf.function(lambda x: tf.reduce_max(x, [1, 2]), autograph=False).get_concrete_function(image)
     tensor = from_tf_graph(whole.graph, whole.inputs, [whole.graph.get_operation_by_name("Max").outputs[0]], [])
-    output = loop_outputs.ReductionOutput(tensor.outputs[0], combination=Combination.MAXIMUM, per_image=True)
+    part = Part(tensor.outputs[0], None)
+    reduce = Reduce(part=part, combination=Combination.MAXIMUM, per_image=True, cell=None, is_full=True)
+    output = loop_outputs.ReductionOutput(reduce)
     assert np.all(np.array(output.initial(FakeIteration(None))[0].initial) == -np.inf)
 
 
@@ -468,11 +471,12 @@ class FakeIteration:
     def __init__(self, part):
         self.part, self.loop = part, self
 
-    def fit(self, tensor, need, fill):
+    def value(self, part):
         return self.part
 
-    def batch_span(self):
-        return None
+
+def merged_moments(pair):
+    return loop_outputs.MergedMoments(MergeMoments(part=Part(pair.image, ()), pair=pair, has_one_tile=False))
 
 
 def moments_of(parts, dtype="float32"):
@@ -483,7 +487,7 @@ def moments_of(parts, dtype="float32"):
         mean = tf.reduce_mean(image, [0, 1, 2], keepdims=True)
         variance = tf.reduce_mean(tf.math.squared_difference(image, mean), [0, 1, 2])
         moments = pair(graph, [image, mean, variance])
-    merged = loop_outputs.MergedMoments(moments, (), alone=False)
+    merged = merged_moments(moments)
     values = [state.initial for state in merged.initial(FakeIteration(None))]
     for part in parts:
         values = merged.update(FakeIteration(tf.constant(part.astype(dtype))), values)
@@ -524,7 +528,7 @@ def test_merged_moments_differences_wait_for_all_readers_of_the_image():
     # TensorFlow overwrites the image with the differences only if no other op holds it.
     with tf.Graph().as_default() as graph:
         image, mean, variance = (tf.compat.v1.placeholder("float32", [None, None, None, 3]) for _ in range(3))
-        merged = loop_outputs.MergedMoments(pair(graph, [image, mean, variance]), (), alone=False)
+        merged = merged_moments(pair(graph, [image, mean, variance]))
         merged.update(FakeIteration(image), [tf.zeros([]), tf.zeros([1, 1, 1, 3]), tf.zeros([1, 1, 1, 3])])
     (differences,) = (op for op in graph.get_operations() if op.type == "SquaredDifference")
     readers = {op for op in image.consumers() if op is not differences}

@@ -14,10 +14,10 @@ from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize import canonicalize
 from rewriters.device.allocator import ExactAllocator
 from rewriters.device.peak_memory import peak_bytes_of
+from rewriters.emission.loop_emitter import IterationEmitter
 from rewriters.errors import NotTileableError
 from rewriters.estimates.loop_memory import loop_iterations
 from rewriters.estimates.op_cost import CostModel
-from rewriters.ir.device_detection import planned_device
 from rewriters.ir.graph import Node
 from rewriters.rules.intervals import Interval
 from rewriters.rules.registry import TileKind
@@ -33,8 +33,12 @@ def rows(number, backward=None, batch=1, **options):
     return Cut(grid=(number, 1), backward_grid=back, batch=batch, halo="carry", **options)
 
 
+def analysed(step):
+    return GraphAnalysis(canonicalize.read_canonical(step.concrete_fn))
+
+
 def planned(step, cut):
-    return plan(GraphAnalysis(canonicalize.read_canonical(step.concrete_fn)), [cut])[0]
+    return plan(analysed(step), [cut])[0]
 
 
 def rewritten_by(step, **params):
@@ -133,7 +137,7 @@ def test_row_planner_max_strips_is_rows_of_exit():
     assert not differing(step, rows(8))
     with pytest.raises(NotTileableError, match="8 rows, fewer than the 9 tiles"):
         planned(step, rows(9))
-    with pytest.raises(ValueError, match="has 8 row"):
+    with pytest.raises(ValueError, match="at most 8 along the height"):
         rewritten_by(step, num_tiles=(9, 1), segments=[SegmentSpec("conv2d", "out")])
 
 
@@ -164,7 +168,8 @@ def test_row_planner_exit_read_inside_equals_original_step():
 def test_row_planner_saved_rows_can_be_swapped():
     """The swap pass treats saved rows like any other tensor."""
     step = keras_step(vgg, (50, 22), steps=2)
-    params = [SFTParams(num_tiles=(5, 1), halo="carry"), tflms_sft.LMSParams(min_bytes=1)]
+    whole = [SegmentSpec("conv2d", "out")]
+    params = [SFTParams(num_tiles=(5, 1), segments=whole, halo="carry"), tflms_sft.LMSParams(min_bytes=1)]
     fast = tflms_sft.rewrite(step.function, params, *step.specs)
     (segment,) = fast.plan.segments
     assert segment.saved_bytes
@@ -322,9 +327,9 @@ def test_balanced_partition_minimises_largest_weight(weights, tiles, want):
 
 
 def test_balanced_partition_first_strip_is_smaller():
-    step = keras_step(vgg, (96, 22), steps=1)
-    forward, backward = planned(step, rows(4)).loops
-    iterations = loop_iterations(backward, 2, planned_device())
+    analysis = analysed(keras_step(vgg, (96, 22), steps=1))
+    forward, backward = plan(analysis, [rows(4)])[0].loops
+    iterations = loop_iterations(analysis, backward, 2)
     peaks = [peak_bytes_of(iteration.events, ExactAllocator()) for iteration in iterations]
     assert max(peaks) < 1.35 * min(peaks)
     assert forward.cells[forward.writes[0]][0].size[0] < 24 / 4
@@ -396,13 +401,14 @@ def test_row_planner_off_by_one_rows_differ(monkeypatch):
 @pytest.mark.parametrize("kind", [TileKind.FULL, TileKind.PARTIAL], ids=["values", "gradients"])
 def test_row_planner_zeroed_carried_rows_differ(kind, monkeypatch):
     """LR-CNN V-D: strips that share no rows train another network."""
-    from rewriters.emission import loop_emitter, row_carries
+    rows_received = IterationEmitter.rows_received
 
-    def forgotten(iteration, tensor, carry, source, images):
-        received = row_carries.received(iteration, tensor, carry, source, images)
-        return tf.zeros_like(received) if iteration.segment.kinds.get(tensor) is kind else received
+    def forgotten(iteration, receive):
+        received = rows_received(iteration, receive)
+        kinds = iteration.loop.segment.kinds
+        return tf.zeros_like(received) if kinds.get(receive.result.tensor) is kind else received
 
-    monkeypatch.setattr(loop_emitter, "received", forgotten)
+    monkeypatch.setattr(IterationEmitter, "rows_received", forgotten)
     assert len(differing(keras_step(vgg, (34, 22), steps=1), rows(3))) > 3
 
 
@@ -450,7 +456,7 @@ def test_most_rows_carry_minimises_memory():
 
 
 def plan_of_rows(step, number):
-    params = SFTParams(num_tiles=(number, 1), halo="carry")
+    params = SFTParams(num_tiles=(number, 1), segments=[SegmentSpec("conv2d", "out")], halo="carry")
     return tflms_sft.rewrite(step.function, params, *step.specs).plan.segments[0]
 
 

@@ -10,7 +10,7 @@ from keras import layers
 from training import BUDGET, X, Y, net, state
 
 import tflms_sft
-from rewriters.emission import loop_emitter, row_carries
+from rewriters.emission.loop_emitter import IterationEmitter
 from rewriters.rules.intervals import Window
 from rewriters.rules.registry import TileKind
 from rewriters.step_importer import StepImporter
@@ -152,11 +152,14 @@ def test_verify_broken_rule_is_detected_and_named(monkeypatch):
 def test_verify_wrong_gradient_is_detected(monkeypatch):
     """Drop carried rows of gradients."""
 
-    def forgotten(turn, tensor, carry, source, images):
-        found = row_carries.received(turn, tensor, carry, source, images)
-        return tf.zeros_like(found) if turn.segment.kinds.get(tensor) is TileKind.PARTIAL else found
+    rows_received = IterationEmitter.rows_received
 
-    monkeypatch.setattr(loop_emitter, "received", forgotten)
+    def forgotten(iteration, receive):
+        received = rows_received(iteration, receive)
+        is_partial = iteration.loop.segment.kinds.get(receive.result.tensor) is TileKind.PARTIAL
+        return tf.zeros_like(received) if is_partial else received
+
+    monkeypatch.setattr(IterationEmitter, "rows_received", forgotten)
     result = verify(net(), BATCH, SFTParams((3, 1), halo="carry"))
     assert not result and result.outputs.ok and not result.gradients.ok
     assert result.gradients.name.startswith("conv0a/")

@@ -406,7 +406,7 @@ def _planned(
 
     def iteration_bytes(grid: Grid) -> int:
         plan = plan_segment(analysis, segment, grid, back, request.halo)
-        return max(iteration_peak_bytes(tile_loop, batch, traced.device) for tile_loop in plan.loops)
+        return max(iteration_peak_bytes(analysis, tile_loop, batch) for tile_loop in plan.loops)
 
     grids = auto_grids(analysis, segment, batch, request.halo is Halo.CARRY)
     fitting = coarsest_fitting(grids, lambda grid: iteration_bytes(grid) <= limit)

@@ -92,7 +92,7 @@ class TracedStep:
     def __post_init__(self) -> None:
         basis = (self.analysis, self.batch, tuple(self.variables), tuple(self.devices), self.rates, self.files)
         if self.models is None or self.models.basis != basis:
-            object.__setattr__(self, "models", StepModels(basis, IterationModelCache(self.device, self.files)))
+            object.__setattr__(self, "models", StepModels(basis, IterationModelCache(self.analysis, self.files)))
 
     @property
     def device(self) -> DeviceModel:
