@@ -93,6 +93,16 @@ def test_cache_of_other_kernels_is_not_used(cache, plan_with, no_search):
         planned(vgg, params)
 
 
+def test_cache_of_other_code_is_not_used(cache, no_search, monkeypatch):
+    """Between two commits of one version the planner may change."""
+    params = AutoParams(budget_of(vgg), headroom=0)
+    planned(vgg, params)
+    monkeypatch.setattr("tflms_sft._rewrite.plan_cache.code_hash", lambda: "changed")
+    no_search()
+    with pytest.raises(AssertionError, match="a search was started"):
+        planned(vgg, params)
+
+
 def leaky(slope):
     """Return a function that builds a net in which the slope is an attribute of an op alone."""
 

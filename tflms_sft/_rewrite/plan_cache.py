@@ -1,13 +1,15 @@
 """Plans of budgets in files: those that users save, and a cache that later processes read.
 
-A plan is found again by its step, its budget, the rates of the machine and the kernels of its device. What a file says
-is checked like any other plan: a stored plan whose predicted peak exceeds the budget is not used.
+A plan is found again by its step, its budget, the rates of the machine, the kernels of its device, and the code of the
+planner. What a file says is checked like any other plan: a stored plan whose predicted peak exceeds the budget is not
+used.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -15,6 +17,7 @@ from pathlib import Path
 
 import tensorflow as tf
 
+import rewriters
 from rewriters.device.gpu_kernels import computes_channels_last, workspace_limit
 from tflms_sft._machine.calibration import cache_directory
 from tflms_sft._params.tile_params import AutoParams
@@ -48,6 +51,16 @@ def read_recipe(path: Path) -> Recipe | None:
     return None
 
 
+@functools.cache
+def code_hash() -> str:
+    """Return a hash of the code that plans. Between two releases it may change, and plans with it."""
+    digest = hashlib.sha256()
+    for folder in (Path(rewriters.__file__).parent, Path(__file__).parents[1] / "_planner"):
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(repr((str(path.relative_to(folder)), path.read_bytes())).encode())
+    return digest.hexdigest()
+
+
 def _path(traced: TracedStep, params: AutoParams) -> Path | None:
     named = os.environ.get(VARIABLE, "")
     if named == "off":
@@ -59,5 +72,5 @@ def _path(traced: TracedStep, params: AutoParams) -> Path | None:
     device: tuple[object, ...] = (model.name, model.unfolds_convolutions, model.intra_op_threads)
     if model.is_gpu:
         device += (computes_channels_last(tf.float32, model), workspace_limit())
-    parts = (step_key(traced), budget, traced.rates, traced.excess_bytes, device)
+    parts = (step_key(traced), budget, traced.rates, traced.excess_bytes, device, code_hash())
     return folder / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.json"
