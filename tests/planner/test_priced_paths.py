@@ -1,0 +1,113 @@
+"""Priced paths against all paths of small problems."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tflms_sft._planner.priced_paths import Option, Path, PricedPaths, Step, Stretch
+
+
+def random_problem(seed, frontiers=5, ways=3, homes=2):
+    """Return stretches between all frontiers: a faster way needs more bytes, and a longer stretch saves fewer tensors.
+
+    The moments are the forward pass of each interval between neighbours, then their backward pass.
+    """
+    random = np.random.default_rng(seed)
+    seconds = random.uniform(1, 5, frontiers)
+    working = random.uniform(2, 20, frontiers)
+    saved = random.uniform(1, 10, frontiers)
+    stretches = []
+    for begin, end in itertools.combinations(range(frontiers + 1), 2):
+        inside = slice(begin, end)
+        options = []
+        for number in range(ways):
+            usage = np.zeros(2 * frontiers)
+            size = working[inside].sum() / (number + 1) ** 1.5
+            usage[begin:end] = size / 2
+            usage[2 * frontiers - end : 2 * frontiers - begin] = size
+            halo = 1 + 0.15 * number * random.uniform(0.5, 1.5) * (end - begin)
+            options.append(Option(float(seconds[inside].sum() * halo), usage, number))
+        resident = np.zeros(2 * frontiers)
+        resident[end : 2 * frontiers - end] = saved[end - 1]
+        away = Option(float(saved[end - 1] * random.uniform(0.05, 0.3)), 0.1 * resident, "file")
+        places = [[Option(0.0, resident, "memory"), away][:homes]] if end < frontiers else []
+        stretches.append(Stretch(begin, end, options, places))
+    return stretches
+
+
+def all_paths(stretches, last, begin=0):
+    if begin == last:
+        yield ()
+        return
+    for stretch in stretches:
+        if stretch.begin == begin:
+            for options in itertools.product(stretch.ways, *stretch.homes):
+                for rest in all_paths(stretches, last, stretch.end):
+                    yield (Step(stretch, options), *rest)
+
+
+def limits_of(paths, fraction, moments):
+    """Return a limit between the lowest peak of all paths and that of the fastest one."""
+    peaks = [path.usage.max() for path in paths]
+    fastest = min(paths, key=lambda path: path.seconds)
+    return np.full(moments, min(peaks) + fraction * (fastest.usage.max() - min(peaks)) + 1e-9)
+
+
+@settings(max_examples=12, deadline=None)
+@given(seed=st.integers(0, 10**6), fraction=st.floats(0.0, 1.0))
+def test_plan_and_bound_enclose_the_optimum_of_all_paths(seed, fraction):
+    stretches = random_problem(seed, frontiers=4)
+    paths = [Path.of(steps) for steps in all_paths(stretches, 4)]
+    limits = limits_of(paths, fraction, 8)
+    optimum = min(path.seconds for path in paths if path.fits(limits))
+    solution = PricedPaths(stretches).fastest_within(limits)
+    assert solution.bound <= optimum * (1 + 1e-9)
+    if solution.path is not None:
+        assert solution.path.fits(limits) and solution.path.seconds >= optimum * (1 - 1e-9)
+        assert solution.path.seconds == pytest.approx(sum(step.seconds for step in solution.path.steps))
+        assert solution.path.usage == pytest.approx(np.sum([step.usage for step in solution.path.steps], axis=0))
+
+
+def test_plans_of_random_problems_are_mostly_optimal():
+    ratios, gaps = [], []
+    for seed, fraction in itertools.product(range(6), (0.02, 0.2, 0.6)):
+        stretches = random_problem(seed, frontiers=4)
+        paths = [Path.of(steps) for steps in all_paths(stretches, 4)]
+        limits = limits_of(paths, fraction, 8)
+        optimum = min(path.seconds for path in paths if path.fits(limits))
+        solution = PricedPaths(stretches).fastest_within(limits)
+        assert solution.path is not None, (seed, fraction)
+        ratios.append(solution.path.seconds / optimum)
+        gaps.append(optimum / solution.bound)
+    assert np.mean(np.isclose(ratios, 1.0)) >= 0.9 and max(ratios) < 1.1
+    assert np.median(gaps) < 1.1
+
+
+def test_larger_limits_with_known_plans_are_never_slower():
+    problem = PricedPaths(random_problem(3, frontiers=6))
+    known, seconds, bounds = [], [], []
+    free = problem.fastest_within(np.full(12, 1e9))
+    for limit in np.linspace(0.2, 1.0, 8) * free.path.usage.max():
+        solution = problem.fastest_within(np.full(12, limit), known)
+        if solution.path is not None:
+            known.append(solution.path)
+            seconds.append(solution.path.seconds)
+            bounds.append(solution.bound)
+    assert len(seconds) > 4 and seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
+    assert all(bound <= one * (1 + 1e-9) for bound, one in zip(bounds, seconds, strict=True))
+
+
+def test_a_limit_that_nothing_meets_has_no_plan():
+    solution = PricedPaths(random_problem(0)).fastest_within(np.full(10, 0.01))
+    assert solution.path is None
+
+
+def test_prices_are_zero_without_a_limit():
+    problem = PricedPaths(random_problem(1))
+    solution = problem.fastest_within(np.full(10, 1e9))
+    fastest = min(all_paths(random_problem(1), 5), key=lambda steps: sum(step.seconds for step in steps))
+    assert solution.path.seconds == pytest.approx(sum(step.seconds for step in fastest))
+    assert solution.bound == pytest.approx(solution.path.seconds) and not solution.prices.any()
