@@ -122,7 +122,7 @@ class Solution:
 
     Attributes:
         path: The fastest plan found that fits; `None` if none was found.
-        bound: Lower bound of the time of every plan that fits; infinite if none can fit.
+        bound: Lower bound of the time of every plan that fits.
         prices: Seconds for each byte at each moment, with which the bound was found.
     """
 
