@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-
-import numpy as np
 
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.emission.loop_program import (
@@ -27,8 +24,6 @@ from rewriters.emission.loop_program import (
     Slice,
     Write,
 )
-from rewriters.ir.graph import Tensor
-from rewriters.tiling.tile_planner import Region
 
 __all__: list[str] = []
 
@@ -75,13 +70,10 @@ class InstructionCosts:
         self._batch = batch
         self._iterations = iterations
 
-    def of_program(self, program: LoopProgram, *, with_fits: bool = True) -> InstructionWork:
-        """Return the work of all instructions of a loop but its ops; without crops and pads unless `with_fits`."""
-        work = InstructionWork()
-        for instruction in (*program.instructions, *program.outputs):
-            if with_fits or not isinstance(instruction, Fit):
-                work += self.of_instruction(instruction)
-        return work
+    def of_program(self, program: LoopProgram) -> InstructionWork:
+        """Return the work of all instructions of a loop but its ops."""
+        work = map(self.of_instruction, (*program.instructions, *program.outputs))
+        return sum(work, InstructionWork())
 
     def of_instruction(self, instruction: Instruction | Output) -> InstructionWork:
         """Return the work of one instruction; none for an op, which the cost model knows."""
@@ -91,8 +83,9 @@ class InstructionCosts:
                 return InstructionWork()
             case Slice(result=part) | Write(part=part) | Join(received=part):
                 return InstructionWork(2 * self._part_bytes(part), 1, 1)
-            case Fit():
-                return self._fit(instruction)
+            case Fit(changes=changes):  # Tiles that an op has just computed lie in a cache, so that copies cost little.
+                calls = any(axis.crops for axis in changes) + any(axis.pads for axis in changes)
+                return InstructionWork(0.0, calls, calls)
             case Receive(result=part, carry=carry):
                 is_saved = carry.saved is not None
                 return InstructionWork(2 * self._part_bytes(part) * is_saved, int(is_saved), 1)
@@ -110,32 +103,10 @@ class InstructionCosts:
                 return InstructionWork(calls=MOMENT_OPS)
         raise TypeError(instruction)
 
-    def _fit(self, fit: Fit) -> InstructionWork:
-        """Return the work of a crop and a pad, which copy nothing in a tile where they change nothing."""
-        assert fit.part.region is not None and fit.result.region is not None
-        work, sizes = InstructionWork(), [change.size for change in fit.changes]
-        if any(change.crops for change in fit.changes):
-            work += InstructionWork(2 * self._changed_bytes(fit.part.tensor, sizes, fit.part.region), 1, 1)
-        if any(change.pads for change in fit.changes):
-            padded = [rows.size for rows in fit.result.region]
-            work += InstructionWork(2 * self._changed_bytes(fit.part.tensor, padded, sizes), 1, 1)
-        return work
-
-    def _changed_bytes(
-        self, tensor: Tensor, sizes: Sequence[np.ndarray], before: Region | Sequence[np.ndarray]
-    ) -> float:
-        """Return the bytes of parts of some sizes in all tiles where the sizes differ from those `before`."""
-        others = [rows if isinstance(rows, np.ndarray) else rows.size for rows in before]
-        unchanged = [size * (size == other) for size, other in zip(sizes, others, strict=True)]
-        return self._bytes(tensor, sizes) - self._bytes(tensor, unchanged)
-
     def _part_bytes(self, part: Part) -> float:
         """Return the bytes of a part in all iterations."""
         assert part.region is not None
-        return self._bytes(part.tensor, [rows.size for rows in part.region])
-
-    def _bytes(self, tensor: Tensor, sizes: Sequence[np.ndarray]) -> float:
-        """Return the bytes of the parts of a tensor with some rows in each tile, in all iterations."""
-        extents = self._analysis.extents(tensor) or ()
-        fractions = (float(size.sum()) / (extent or 1) for size, extent in zip(sizes, extents, strict=True))
-        return math.prod(fractions) * tensor.num_bytes(self._batch)
+        extents = self._analysis.extents(part.tensor) or ()
+        axes = zip(part.region, extents, strict=True)
+        fraction = math.prod(float(rows.size.sum()) / (extent or 1) for rows, extent in axes)
+        return fraction * part.tensor.num_bytes(self._batch)

@@ -185,9 +185,6 @@ class CostModel:
         gradient_pairs: One gradient of each convolution, with the other one, which may run concurrently.
     """
 
-    _counts_fits = True
-    """Whether crops and pads take time."""
-
     def __init__(self, analysis: GraphAnalysis, batch: int, rates: MachineRates = NOMINAL) -> None:
         self.analysis = analysis
         self.device = analysis.graph.device
@@ -221,9 +218,8 @@ class CostModel:
     def lower_bound(self) -> CostModel:
         """Cost model whose times no loop with as many iterations or more falls below.
 
-        More iterations mostly take longer. They may take less time in five cases:
+        More iterations mostly take longer. They may take less time in four cases:
 
-        - Fewer tiles lie at a border, where operands are padded.
         - Results become too small for newly mapped memory.
         - Tiles have so few pixels that a kernel for volumes unfolds them.
         - Tiles have so few images that both gradients of a convolution leave cores idle.
@@ -357,7 +353,7 @@ class CostModel:
         """Return the seconds of a loop outside of its body: slices, pads, writes, accumulation, places of tiles."""
         iterations, rates = self.num_iterations(tile_loop), self.rates
         program, costs = lower(self.analysis, tile_loop), InstructionCosts(self.analysis, self.batch, iterations)
-        work = costs.of_program(program, with_fits=self._counts_fits)
+        work = costs.of_program(program)
         axes = sum(count > 1 for count in tile_loop.grid.spatial)
         host_calls = HOST_OPS_PER_AXIS * axes + HOST_OPS_PER_REGION * work.regions
         host_calls += HOST_OPS_OF_BATCH if tile_loop.grid.batch > 1 else 0
@@ -399,8 +395,6 @@ class CostModel:
 
 class LowerBoundCost(CostModel):
     """Implements `CostModel.lower_bound`."""
-
-    _counts_fits = False
 
     def __init__(self, costs: CostModel) -> None:
         rates = dataclasses.replace(costs.rates, first_touch=math.inf, long_row_slowdown=1.0)
