@@ -208,6 +208,8 @@ class IterationEmitter:
                 self._values[part] = buffer.write(spans, self._values[received])
             case AddRows(result=part):
                 self._values[part] = self._with_partial_sums(instruction)
+            case _:
+                raise TypeError(instruction)
 
     def rows_received(self, receive: Receive) -> Any:
         """Return the rows that the iteration receives."""

@@ -143,7 +143,7 @@ def fit(have: Interval, need: Interval) -> CropPad:
     return _cached_fit(*have.key, *need.key) if is_cached else _fit(have, need)
 
 
-@functools.lru_cache(2**14)
+@functools.lru_cache(2**12)
 def _cached_fit(*keys: bytes) -> CropPad:
     have_lo, have_hi, need_lo, need_hi = (np.frombuffer(key, np.int64) for key in keys)
     return _fit(Interval(have_lo, have_hi), Interval(need_lo, need_hi))

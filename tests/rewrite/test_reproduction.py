@@ -74,10 +74,10 @@ def test_dump_summary_counts_and_explains_the_changes(tiled):
     assert number == int(before[1]) + added - removed and min(added, removed) > 10
     assert "insert_tile_loops: Replace the ops of planned segments by tile loops.\n  added: " in summary
     assert "  ~ gradient_tape/pow/sub (Sub): waits for sub\n" in summary
-    pattern = r"^  segment1/forward2 runs (\d+) ops in each of 2x1 tiles, of which (\d+) run again$"
-    loop = re.search(pattern, summary, re.MULTILINE)
-    assert loop is not None and int(loop[1]) > int(loop[2])
-    assert "    each tile reads its part of images float32[2,32,32,3]\n" in summary
+    assert (
+        "  segment1/forward2 runs 9 ops in each of 2x1 tiles, of which 6 run again\n"
+        "    each tile reads its part of images float32[2,32,32,3]\n"
+    ) in summary
 
 
 def test_reproduce_one_pass_shows_its_difference(tiled, capsys):

@@ -437,7 +437,7 @@ def test_auto_params_equals_original(make):
     batches = [(random.normal(size=(2, 32, 32, 3)), LABELS) for _ in range(3)]
     plain = tf.function(step)
     limit = tflms_sft.rewrite(plain, AutoParams("1GiB"), *batches[0]).plan.original.peak_bytes * 0.8
-    fast = tflms_sft.rewrite(plain, AutoParams(int(limit), swap=False), *batches[0])
+    fast = tflms_sft.rewrite(plain, AutoParams(int(limit)), *batches[0])
     assert fast.plan.changed and max(fast.plan.segments[0].backward_num_tiles) > 1
     start = [np.array(variable) for variable in [*model.variables, *step.optimizer.variables]]
     want, got = (three_steps(step, function, start, batches) for function in (plain, fast))
