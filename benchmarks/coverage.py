@@ -168,7 +168,7 @@ def search_network(*, network: str, emit: _child.Emit) -> float:
     import tflms_sft
     from tflms_sft._machine.calibration import machine_rates
     from tflms_sft._planner.budget_search import plans_within_budget
-    from tflms_sft._planner.traced_step import analyse_step, collector_paused
+    from tflms_sft._search.traced_step import analyse_step, collector_paused
 
     step = _step_of(_nets.application(network, MEASURED_SIZE))
     shape = (MEASURED_BATCH, MEASURED_SIZE, MEASURED_SIZE, 3)

@@ -40,7 +40,7 @@ from rewriters.tiling.segment import Segment
 from rewriters.tiling.tile_planner import Grid
 from tflms_sft._planner.budget_search import plans_within_budget
 from tflms_sft._planner.requested_tiles import plan_sft
-from tflms_sft._planner.traced_step import TracedStep, analyse_step
+from tflms_sft._search.traced_step import TracedStep, analyse_step
 from tflms_sft._report.schedule_chart import draw_schedule
 from tflms_sft._trace.step_tracing import trace_step
 from tflms_sft._util.byte_sizes import parse_bytes

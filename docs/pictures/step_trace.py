@@ -15,7 +15,7 @@ from rewriters.device.peak_memory import Action, AllocationEvent, graph_schedule
 from rewriters.emission.tile_pass import SegmentPlan, loop_nodes, tile_skeleton
 from rewriters.estimates.loop_memory import IterationModel, Tile
 from rewriters.tiling.tile_planner import TileLoop
-from tflms_sft._planner.traced_step import TracedStep, op_times
+from tflms_sft._search.traced_step import TracedStep, op_times
 
 
 class Moment(NamedTuple):

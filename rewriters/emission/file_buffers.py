@@ -168,10 +168,12 @@ class FileBuffers:
     Attributes:
         directory: Directory of the files.
         batch: Batch size that stands for an unknown one.
+        tensors: Tensors that lie in files; all that are large enough if `None`.
     """
 
     directory: str
     batch: int
+    tensors: frozenset[Tensor] | None = None
 
     @functools.cached_property
     def pool(self) -> FilePool:
@@ -179,8 +181,9 @@ class FileBuffers:
         return _pool(self.directory)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is large enough for a file."""
-        return tensor.num_bytes(self.batch) >= MIN_FILE_BYTES
+        """Return whether a tensor lies in a file, for which it has to be large enough."""
+        is_selected = self.tensors is None or tensor in self.tensors
+        return is_selected and tensor.num_bytes(self.batch) >= MIN_FILE_BYTES
 
     def results(self, tile_loop: TileLoop) -> set[Tensor]:
         """Return the results of a loop that lie in files: images, gradients of images, and saved rows.

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rewriters.analysis.graph_analysis import GraphAnalysis
-from rewriters.device.allocator import ExactAllocator
+from rewriters.device.allocator import ExactAllocator, pools
 from rewriters.device.kernel_scratch import (
     KernelShape,
     is_convolution,
@@ -63,6 +63,9 @@ __all__: list[str] = []
 
 R = TypeVar("R")
 
+MAX_STATES = 3
+"""States of the memory in which an iteration of a search's candidate is tried; peaks of the others differ little."""
+
 Tile = tuple[int, ...]
 """Index of a tile along each spatial axis."""
 
@@ -84,6 +87,21 @@ def iteration_peak_bytes(
     model = IterationModel(analysis, tile_loop, files)
     tiles = {tuple(0 for _ in tile_loop.grid.spatial), tuple(count // 2 for count in tile_loop.grid.spatial)}
     return max(peak_bytes_of(model.events(tile, batch), ExactAllocator()) for tile in tiles)
+
+
+def iteration_allocated_bytes(
+    analysis: GraphAnalysis, tile_loop: TileLoop, batch: int, files: FileBuffers | None = None
+) -> int:
+    """Return the bytes that the device's allocator takes for one iteration at most, alone in its memory.
+
+    TensorFlow's allocator may give a tensor twice its size. Few large tensors take up to twice their bytes.
+    """
+    model = IterationModel(analysis, tile_loop, files)
+    tiles = {tuple(0 for _ in tile_loop.grid.spatial), tuple(count // 2 for count in tile_loop.grid.spatial)}
+    traces = [model.events(tile, batch) for tile in tiles]
+    exact = max(peak_bytes_of(events, ExactAllocator()) for events in traces)
+    states = itertools.islice(pools(analysis.graph.device, 2 * exact), MAX_STATES)
+    return max(exact, *(peak_bytes_of(events, pool) for pool in states for events in traces))
 
 
 def kernel_at_worst(iterations: Iterable[IterationTrace]) -> tuple[str, int]:
@@ -123,6 +141,10 @@ class IterationModelCache:
     def peak_bytes(self, tile_loop: TileLoop, batch: int) -> int:
         """Return `iteration_peak_bytes`."""
         return self._cached(iteration_peak_bytes, tile_loop, batch)
+
+    def allocated_bytes(self, tile_loop: TileLoop, batch: int) -> int:
+        """Return `iteration_allocated_bytes`."""
+        return self._cached(iteration_allocated_bytes, tile_loop, batch)
 
     def _cached(self, function: Callable[..., R], tile_loop: TileLoop, batch: int) -> R:
         results, key = self._results.setdefault(tile_loop, {}), (function.__name__, batch)

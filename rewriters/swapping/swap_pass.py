@@ -21,11 +21,10 @@ from rewriters.errors import RewriteError, SwapError
 from rewriters.ir.graph import Graph, Node, Tensor, ancestors, predecessors, producers
 from rewriters.ir.graph_pass import GraphPass, PassResult, run_pass, run_passes
 from rewriters.ir.legality import Stage
-from rewriters.ir.op_traits import Trait, is_collective, ops_with
-from rewriters.scheduling.control_edges import ControlEdge, EdgePasses
-from rewriters.scheduling.delay_early_ops import DelayEarlyOps, earliest_forward_level
-from rewriters.scheduling.separate_gradients import SeparateGradients
-from rewriters.scheduling.serialize_ops import SerializeLargeOps, SerializeScratchGroups
+from rewriters.ir.op_traits import Trait, ops_with
+from rewriters.scheduling.control_edges import ControlEdge
+from rewriters.scheduling.delay_early_ops import earliest_forward_level
+from rewriters.scheduling.memory_order import after_exchanges
 from rewriters.swapping.loop_swaps import SavedList, is_filled_by_loop, saved_list, swap_lists
 from rewriters.swapping.recompute_pooling import RecomputePooling
 from rewriters.swapping.shrink_broadcasts import ShrinkBroadcasts
@@ -119,49 +118,11 @@ def without_copies(graph: Graph, scopes: tuple[str, ...] = (), forward: Containe
     return analyse(run_passes(graph, [ShrinkBroadcasts(analyse), RecomputePooling(analyse)]).graph)
 
 
-def in_swap_order(
-    analysis: GraphAnalysis, min_bytes: int, batch: int, scopes: tuple[str, ...] = (), forward: Container[str] = ()
-) -> GraphAnalysis:
-    """Return the analysis of a graph, as `without_copies` returns it, without early or concurrent large ops.
-
-    Results of at least `min_bytes` are delayed and ordered. `scopes` and `forward` as for `GraphAnalysis`.
-    """
-    backward = {node.name for node in analysis.backward}
-    exchanged = after_exchanges(analysis)
-    fixed = {node.name for node in summation_order.flattenable_sums(analysis)} | exchanged
-    scheduling = [
-        DelayEarlyOps(analysis, min_bytes, batch),
-        SeparateGradients(),
-        SerializeLargeOps(backward=backward, fixed=fixed, min_bytes=min_bytes, batch=batch),
-        SerializeScratchGroups(fixed=exchanged),
-    ]
-    graph = run_pass(EdgePasses(scheduling), analysis.graph).graph
-    if graph is analysis.graph:
-        return analysis
-    # The edges are no roles: a second forward pass that waits for gradients of the first one is still forward.
-    return GraphAnalysis(graph, scopes, forward, backward={graph.nodes[name] for name in backward})
-
-
-def after_exchanges(analysis: GraphAnalysis) -> set[str]:
-    """Return the names of the ops that wait for an exchange between devices.
-
-    Two devices may come to different orders of their ops. If an op of each waited for an exchange that the other one's
-    op precedes, neither would ever run.
-    """
-    after: set[Node] = set()
-    if not any(is_collective(node.op) for node in analysis.order):
-        return set()
-    for node in analysis.order:
-        if is_collective(node.op) or any(before in after for before in predecessors(node)):
-            after.add(node)
-    return {node.name for node in after}
-
-
 def plan_swaps(analysis: GraphAnalysis, options: SwapOptions, batch: int, times: LeadTimes | None = None) -> SwapPlan:
     """Select tensors to swap, their swap-ins and control ops.
 
     Args:
-        analysis: Analysis that `in_swap_order` returned.
+        analysis: Analysis that `in_memory_order` returned.
         options: Parameters of the selection.
         batch: Batch size, where the graph leaves it open.
         times: Times from which leads within `options.lb` and `options.ub` are chosen. By default all leads are as

@@ -19,8 +19,8 @@ from tflms_sft._batches.size_selector import SizeSelector
 from tflms_sft._keras.peak_watch import PeakWatch
 from tflms_sft._keras.step_planner import Excesses, StepPlanner
 from tflms_sft._params.request import RewriteRequest
-from tflms_sft._planner.traced_step import analyse_step, predict, with_sizes
 from tflms_sft._report.plan_records import Measurement
+from tflms_sft._search.traced_step import analyse_step, predict, with_sizes
 from tflms_sft._trace.layer_names import LayerRecord
 from tflms_sft._util.keras_internals import TRAINING
 

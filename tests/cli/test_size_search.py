@@ -16,7 +16,7 @@ from rewriters.device.peak_memory import Peak
 from rewriters.errors import BudgetError
 from tflms_sft._cli import max_size, step_options
 from tflms_sft._cli.stop_signals import stoppable
-from tflms_sft._planner.traced_step import Candidate
+from tflms_sft._search.traced_step import Candidate
 
 
 def fits(cli, model, size, batch, budget):

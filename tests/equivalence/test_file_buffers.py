@@ -22,7 +22,7 @@ from rewriters.emission import file_buffers
 from rewriters.emission.file_buffers import FileBuffers, FilePool
 from rewriters.estimates.loop_memory import IterationModel
 from rewriters.swapping.spill_store import SpillError
-from tflms_sft._planner import budget_search
+from tflms_sft._planner import budget_plan, budget_search
 
 pytestmark = pytest.mark.usefixtures("double_precision")
 
@@ -334,7 +334,7 @@ def test_budget_writes_results_to_files_where_tiles_in_memory_are_slower(large_s
 def test_files_are_not_used_without_the_page_cache_or_room(large_step, tmp_path, monkeypatch):
     swap = tflms_sft.LMSParams(tier="disk", spill_dir=tmp_path, min_bytes=0, page_cache=False)
     assert not lies_in_files(with_budget(large_step, tmp_path, swap=swap).plan, tmp_path)
-    monkeypatch.setattr(budget_search.shutil, "disk_usage", lambda _: types.SimpleNamespace(free=1000))
+    monkeypatch.setattr(budget_plan.shutil, "disk_usage", lambda _: types.SimpleNamespace(free=1000))
     assert not lies_in_files(with_budget(large_step, tmp_path).plan, tmp_path)
 
 

@@ -27,9 +27,10 @@ from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize import canonicalize
 from rewriters.estimates.op_cost import NOMINAL
 from rewriters.ir.graph import predecessors
+from rewriters.scheduling.memory_order import in_memory_order
 from rewriters.step_importer import StepImporter
 from rewriters.swapping import tiers
-from rewriters.swapping.swap_pass import SwapOptions, in_swap_order, insert_swaps, plan_swaps, without_copies
+from rewriters.swapping.swap_pass import SwapOptions, insert_swaps, plan_swaps, without_copies
 from rewriters.swapping.transfer_schedule import LeadTimes, simulate
 
 OP_SECONDS, LAYERS, STEPS = 0.02, 16, 3
@@ -93,7 +94,7 @@ def net(x):
 def main():
     step = keras_step(net, (16, 24), 2, steps=STEPS)
     analysis = GraphAnalysis(canonicalize.read_canonical(step.concrete_fn))
-    analysis = in_swap_order(without_copies(analysis.graph), 1, 2)
+    analysis = in_memory_order(without_copies(analysis.graph), 1, 2)
     want = step.run(step.concrete_fn)
     options = SwapOptions(incl_types=("Relu",), ctrld_strategy="direct_order", fuse_swapins=True)
     size = plan_swaps(analysis, options, 2).swaps[0].tensor.num_bytes(2)

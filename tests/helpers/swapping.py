@@ -10,8 +10,9 @@ from equivalence import plan
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize import canonicalize
 from rewriters.emission import tile_pass
+from rewriters.scheduling.memory_order import in_memory_order
 from rewriters.step_importer import StepImporter
-from rewriters.swapping.swap_pass import SwapOptions, in_swap_order, insert_swaps, plan_swaps, without_copies
+from rewriters.swapping.swap_pass import SwapOptions, insert_swaps, plan_swaps, without_copies
 from rewriters.swapping.tiers import HostTier
 
 
@@ -28,7 +29,7 @@ def swapped(step, tier=None, max_in_flight=2, cuts=(), times=None, **options):
     analysis = GraphAnalysis(canonicalize.read_canonical(step.concrete_fn))
     if cuts:
         analysis = GraphAnalysis(tile_pass.tile_segments(analysis, plan(analysis, cuts)))
-    analysis = in_swap_order(without_copies(analysis.graph), 1, 2)
+    analysis = in_memory_order(without_copies(analysis.graph), 1, 2)
     tier = tier or HostTier()
     swap_plan = plan_swaps(analysis, SwapOptions(**options), 2, times)
     graph = insert_swaps(analysis, swap_plan.swaps, tier, max_in_flight).graph

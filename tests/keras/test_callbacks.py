@@ -29,7 +29,7 @@ from training import (
 
 import tflms_sft
 from tflms_sft import SFT, BudgetError, MemoryBudget, SegmentSpec
-from tflms_sft._planner.traced_step import TracedStep
+from tflms_sft._search.traced_step import TracedStep
 
 pytestmark = pytest.mark.usefixtures("cached_plans")
 

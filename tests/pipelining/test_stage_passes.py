@@ -37,7 +37,7 @@ from tflms_sft import AutoParams, LMSParams, Pipeline, PipelineParams, SegmentSp
 from tflms_sft._keras.rewriting_callback import trained_by
 from tflms_sft._params.request import parse_request
 from tflms_sft._planner.requested_tiles import StageBounds, plan_sft
-from tflms_sft._planner.traced_step import TracedStep, analyse_step
+from tflms_sft._search.traced_step import TracedStep, analyse_step
 from tflms_sft._trace.layer_names import LayerRecord
 
 pytestmark = pytest.mark.usefixtures("double_precision")

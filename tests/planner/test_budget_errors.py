@@ -15,7 +15,7 @@ import tflms_sft
 from rewriters.estimates.op_cost import NOMINAL
 from tflms_sft import AutoParams, BudgetError, MemoryBudget
 from tflms_sft._planner.budget_search import least_memory, plans_within_budget
-from tflms_sft._planner.traced_step import analyse_step, seconds_of
+from tflms_sft._search.traced_step import analyse_step, seconds_of
 from tflms_sft._trace.step_tracing import trace_step
 
 

@@ -33,8 +33,8 @@ from tflms_sft._planner.budget_search import (
 )
 from tflms_sft._planner.swap_planner import NothingToSwapError, apply_swaps
 from tflms_sft._planner.swap_search import SwapSearch
-from tflms_sft._planner.traced_step import analyse_step
 from tflms_sft._report.summary import excess_remedy
+from tflms_sft._search.traced_step import analyse_step
 from tflms_sft._trace.step_tracing import trace_step
 
 IMAGES = np.random.default_rng(0).normal(size=(2, 64, 64, 3)).astype("float32")

@@ -18,9 +18,10 @@ from rewriters.tiling import ft_segments
 from tflms_sft import AutoParams
 from tflms_sft._planner import budget_search
 from tflms_sft._planner.swap_search import SwapSearch
-from tflms_sft._planner.tile_search import TrainingSearch, segment_plans
-from tflms_sft._planner.traced_step import analyse_step, predict, seconds_of
-from tflms_sft._planner.training_blocks import TrainingBlocks
+from tflms_sft._search.priced_search import PricedSearch
+from tflms_sft._search.segment_plans import segment_plans
+from tflms_sft._search.traced_step import analyse_step, predict, seconds_of
+from tflms_sft._search.training_blocks import TrainingBlocks
 
 NUM_BUDGETS = 5
 """Number of budgets that are tried for each net."""
@@ -152,9 +153,8 @@ def all_plans(traced):
         if first == chain.bounds[-1]:
             yield ()
         for last in chain.bounds[chain.bounds.index(first) + 1 :]:
-            blocks = chain.options(first, last)
-            options = [blocks.untiled]
-            for tiles in blocks.tilings:
+            options = [chain.untiled(first, last)]
+            for tiles in chain.tilings(first, last):
                 for grid in tiles.grids:
                     counts = range(len(tiles.candidates) + 1)
                     options += [tiles.with_checkpoints(tiles.choice(grid), n) for n in counts]
@@ -162,7 +162,8 @@ def all_plans(traced):
                 yield (option, *later)
 
     for choices in ways(chain.bounds[0]):
-        plans = segment_plans(traced, [(component, choice) for choice in choices if choice.grid is not None])
+        tiled = [(component, choice) for choice in choices if choice.grid is not None]
+        plans = [plan for plan in segment_plans(traced, tiled) if plan is not None]
         yield predict(traced, plans).peak.peak_bytes, seconds_of(traced, plans)
 
 
@@ -175,14 +176,14 @@ def all_plans(traced):
         pytest.param((8, 8, 8), (40, 24), (0.1, 0.2, 0.3, 0.6, 0.9), marks=pytest.mark.slow),
     ],
 )
-def test_training_search_is_near_the_best_of_all_plans(filters, size, parts):
+def test_priced_search_is_near_the_best_of_all_plans(filters, size, parts):
     traced = small(*filters, size=size)
     plans = list(all_plans(traced))
     least, plain = min(peak for peak, _ in plans), predict(traced, []).peak.peak_bytes
     assert len(plans) > 20 and least < 0.9 * plain
     for part in parts:
-        limit = int((least + part * (plain - least)) * 1.03) + 1  # A rung of the ladder.
+        limit = int((least + part * (plain - least)) * 1.03) + 1
         best = min(time for peak, time in plans if peak <= limit)
-        candidate = TrainingSearch(traced).fastest_within(limit)
+        candidate = PricedSearch(traced).fastest_within(limit)
         assert candidate is not None and candidate.peak.peak_bytes <= limit
         assert candidate.time_ratio * traced.seconds <= 1.1 * best, part

@@ -9,11 +9,11 @@ from rewriters.emission.tile_pass import plan_segment
 from rewriters.estimates.op_cost import CostModel
 from rewriters.tiling.tile_planner import Grid, Halo
 from tflms_sft._params.swap_params import SwapParams
-from tflms_sft._planner import barrier_search
-from tflms_sft._planner.barrier_search import Barriers, BarrierSearch, CheckpointPlan, TiledLoops
-from tflms_sft._planner.segment_tilings import LoopEstimates
 from tflms_sft._planner.swap_search import SwapSearch
-from tflms_sft._planner.traced_step import analyse_step, least_peak, predict
+from tflms_sft._search import barrier_search
+from tflms_sft._search.barrier_search import Barriers, BarrierSearch, CheckpointPlan, TiledLoops
+from tflms_sft._search.segment_tilings import LoopEstimates
+from tflms_sft._search.traced_step import analyse_step, least_peak, predict
 
 ALLOCATORS = {"exact": {"maps_pages": True}, "best fit": {"has_allocator_stats": True, "grows": False}}
 

@@ -8,8 +8,9 @@ from rewriters.ir.device_model import DeviceModel
 from tflms_sft import AutoParams
 from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._planner import budget_search
-from tflms_sft._planner.budget_search import LESS, BudgetPlan, FeasiblePlan
-from tflms_sft._planner.traced_step import Candidate
+from tflms_sft._planner.budget_plan import BudgetPlan, FeasiblePlan
+from tflms_sft._planner.budget_search import LESS
+from tflms_sft._search.traced_step import Candidate
 
 PARAMS = AutoParams(1000, headroom=0)
 

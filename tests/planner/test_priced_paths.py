@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tflms_sft._util.priced_paths import Option, Path, PricedPaths, Step, Stretch
+from tflms_sft._search.priced_paths import Option, Path, PricedPaths, Step, Stretch
 
 
 def random_problem(seed, frontiers=5, ways=3, homes=2):

@@ -15,7 +15,7 @@ from rewriters.swapping.tiers import HostSkeletonTier
 from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._planner.swap_planner import SwapTiming, apply_swaps, prepared
 from tflms_sft._planner.swap_search import SwapSearch
-from tflms_sft._planner.traced_step import analyse_step
+from tflms_sft._search.traced_step import analyse_step
 
 LEAST_MEMORY = {"min_bytes": 40_000, "ctrld_strategy": "direct_order", "fuse_swapins": True}
 

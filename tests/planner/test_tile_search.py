@@ -25,13 +25,12 @@ from rewriters.tiling.ft_segments import find_components
 from rewriters.tiling.tile_grids import auto_grids, coarsest_fitting, loop_grids, thinned
 from rewriters.tiling.tile_planner import Grid, Halo, TileLoop
 from tflms_sft import AutoParams
-from tflms_sft._planner.barrier_search import MAX_FAILURES, Barriers, BarrierSearch
-from tflms_sft._planner.block_search import fastest_path
-from tflms_sft._planner.inference_blocks import InferenceBlocks, LiveTensors
-from tflms_sft._planner.segment_tilings import LoopEstimates, _checkpoint_candidates
-from tflms_sft._planner.tile_search import Candidate, TrainingSearch
-from tflms_sft._planner.traced_step import MAX_SKELETONS, analyse_step, predict
-from tflms_sft._planner.training_blocks import TrainingBlocks, backward_positions
+from tflms_sft._search.barrier_search import MAX_FAILURES, Barriers, BarrierSearch
+from tflms_sft._search.inference_blocks import InferenceBlocks, LiveTensors
+from tflms_sft._search.priced_search import PricedSearch
+from tflms_sft._search.segment_tilings import LoopEstimates, _checkpoint_candidates
+from tflms_sft._search.traced_step import MAX_SKELETONS, Candidate, analyse_step, predict
+from tflms_sft._search.training_blocks import backward_positions
 
 
 def step_of(height, width, depth=3, filters=8, batch=1, pooled=True):
@@ -123,55 +122,6 @@ def test_backward_positions_lie_behind_their_forward_ops():
         assert here < position < following
 
 
-def chain_of(height, width, depth):
-    traced = analyse_step(step_of(height, width, depth).get_concrete_function(tf.TensorSpec((1, height, width, 3))))
-    ((component,), _) = ft_segments.find_components(traced.analysis)
-    return TrainingBlocks(traced, component)
-
-
-def test_segment_tilings_fitting_returns_fewest_tiles():
-    """Compare with all grids; with more rows more borders are saved, so that many may not fit where fewer do."""
-    chain, rising = chain_of(128, 16, 2), 0
-    for first, last in itertools.combinations(chain.bounds, 2):
-        for tiles in chain.options(first, last).tilings:
-            choices = [tiles.choice(grid) for grid in tiles.grids]
-            totals = [choice.saved_bytes + choice.working_bytes for choice in choices]
-            rising += min(totals) < totals[-1]
-            for budget in {near for total in totals for near in (total, total - 1)}:
-                want = next((choice for choice, total in zip(choices, totals, strict=True) if total <= budget), None)
-                assert next(tiles.fitting(budget), None) == want
-    assert rising
-
-
-def fastest_of_all(chain, budget):
-    """Return the time of the fastest path, found by looking at every path."""
-
-    def cost(first, left):
-        if first == chain.bounds[-1]:
-            return 0.0
-        times = []
-        for last in chain.bounds[chain.bounds.index(first) + 1 :]:
-            blocks = chain.options(first, last)
-            tiled = (choice for tilings in blocks.tilings for choice in tilings.fitting(left))
-            options = [choice for choice in (blocks.untiled, *tiled) if choice.fits(left)]
-            times += [choice.seconds + cost(last, left - choice.saved_bytes) for choice in options]
-        return min(times, default=math.inf)
-
-    return cost(chain.bounds[0], budget)
-
-
-def test_fastest_path_equals_exhaustive_search():
-    chain = chain_of(64, 64, 2)
-    whole = chain.options(chain.bounds[0], chain.bounds[-1]).untiled
-    costs = []
-    for part in (1.2, 0.9, 0.7, 0.5, 0.4, 0.3):
-        budget = int(part * (whole.saved_bytes + whole.working_bytes))
-        path = fastest_path(chain, budget)
-        costs.append(math.inf if path is None else path.seconds)
-        assert costs[-1] == pytest.approx(fastest_of_all(chain, budget), rel=1e-12)
-    assert costs[0] <= whole.seconds and costs == sorted(costs) and len(set(costs)) > 3
-
-
 def dilated_step():
     image = x = keras.Input((48, 40, 3))
     for _ in range(4):
@@ -198,12 +148,12 @@ def test_budgets_of_dilated_convolutions_compute_the_same():
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
-def test_training_search_keeps_loops_of_its_plan_only():
+def test_priced_search_keeps_loops_of_its_plan_only():
     """Loops of rejected plans would stay in memory during training."""
     traced = analyse_step(step_of(128, 128).get_concrete_function(tf.TensorSpec((1, 128, 128, 3))))
     gc.collect()
     before = {id(one) for one in gc.get_objects() if isinstance(one, TileLoop)}
-    search = TrainingSearch(traced)
+    search = PricedSearch(traced)
     plan = search.fastest_within(predict(traced, []).peak.peak_bytes // 2)
     gc.collect()
     loops = [one for one in gc.get_objects() if isinstance(one, TileLoop) and id(one) not in before]
@@ -313,14 +263,14 @@ def equal_blocks():
 
 
 def test_bounds_of_equal_blocks_have_equal_distance():
-    (chain,) = TrainingSearch(equal_blocks()[1])._chains
+    (chain,) = PricedSearch(equal_blocks()[1])._chains
     inner = [b - a for a, b in itertools.pairwise(chain.bounds[1:-2])]
     assert len(inner) > 3 and len(set(inner[:-1])) == 1, "as many blocks each, so that one is planned for all"
 
 
-def test_training_search_of_equal_blocks_keeps_several_checkpoints():
+def test_priced_search_of_equal_blocks_keeps_several_checkpoints():
     (step, traced), images = equal_blocks(), np.random.default_rng(0).normal(size=(1, 48, 48, 3))
-    search = TrainingSearch(traced)
+    search = PricedSearch(traced)
     limit = traced.fixed_bytes + (traced.plain.peak.peak_bytes - traced.fixed_bytes) * 2 // 5
     plan = search.fastest_within(limit)
     assert plan is not None and len(plan.plans) > 2, "a checkpoint here and there is enough"

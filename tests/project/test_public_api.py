@@ -127,7 +127,7 @@ def test_errors_can_be_raised_again_by_autograph():
 
 
 def test_compiler_never_imports_tflms_sft():
-    assert files_that_import("rewriters") >= {"tflms_sft/_planner/traced_step.py", "tflms_sft/_rewrite/rewrite.py"}
+    assert files_that_import("rewriters") >= {"tflms_sft/_search/traced_step.py", "tflms_sft/_rewrite/rewrite.py"}
     assert {path for path in files_that_import("tflms_sft") if path.startswith("rewriters/")} == set()
 
 

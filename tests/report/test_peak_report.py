@@ -18,9 +18,9 @@ from rewriters.emission.tile_pass import tile_skeleton
 from rewriters.ir.device_detection import planned_device
 from tflms_sft import AutoParams, BudgetError, LMSParams, SegmentSpec, SFTParams
 from tflms_sft._planner.requested_tiles import plan_sft
-from tflms_sft._planner.traced_step import analyse_step
 from tflms_sft._report.peak_report import PeakNames, largest_tensors
 from tflms_sft._report.summary import transient_memory
+from tflms_sft._search.traced_step import analyse_step
 from tflms_sft._trace.layer_names import display_names
 from tflms_sft._trace.step_tracing import trace_step
 

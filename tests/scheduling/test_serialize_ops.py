@@ -11,8 +11,9 @@ from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize import canonicalize
 from rewriters.device.peak_memory import graph_peak, graph_schedule
 from rewriters.ir.graph_pass import run_pass
+from rewriters.scheduling.memory_order import in_memory_order
 from rewriters.scheduling.serialize_ops import SerializeLargeOps, SerializeScratchGroups
-from rewriters.swapping.swap_pass import in_swap_order, without_copies
+from rewriters.swapping.swap_pass import without_copies
 
 
 def forked(x):
@@ -162,8 +163,8 @@ def test_serialize_large_ops_fused_ops_stay_adjacent():
     """)
 
 
-def test_in_swap_order_devices_and_ops_behind_exchanges_do_not_wait():
-    Rewriting(lambda graph: in_swap_order(without_copies(graph), 1, 2).graph, run=False).check("""
+def test_in_memory_order_devices_and_ops_behind_exchanges_do_not_wait():
+    Rewriting(lambda graph: in_memory_order(without_copies(graph), 1, 2).graph, run=False).check("""
         graph(x: float32[100])
         zero = int32[] Const() {value=0} on CPU:0
         a = float32[100] Exp(x) on GPU:0
@@ -180,8 +181,8 @@ def test_in_swap_order_devices_and_ops_behind_exchanges_do_not_wait():
     """)
 
 
-def test_in_swap_order_additions_that_may_be_flattened_get_no_edges():
-    Rewriting(lambda graph: in_swap_order(without_copies(graph), 1, 2).graph, True).check("""
+def test_in_memory_order_additions_that_may_be_flattened_get_no_edges():
+    Rewriting(lambda graph: in_memory_order(without_copies(graph), 1, 2).graph, True).check("""
         graph(x: float32[2,4])
         a = float32[2,4] Exp(x)
       - b = float32[2,4] Sin(x)

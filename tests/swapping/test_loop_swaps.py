@@ -27,8 +27,9 @@ from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize.canonicalize import read_canonical
 from rewriters.ir.graph import LOOPS
 from rewriters.ir.text import graph_text
+from rewriters.scheduling.memory_order import in_memory_order
 from rewriters.swapping.spill_store import SpillStore
-from rewriters.swapping.swap_pass import SwapOptions, in_swap_order, insert_swaps, plan_swaps, without_copies
+from rewriters.swapping.swap_pass import SwapOptions, insert_swaps, plan_swaps, without_copies
 from rewriters.swapping.tiers import DiskTier, HostTier
 
 
@@ -171,7 +172,7 @@ def test_write_record_arrays_in_use_are_not_overwritten(tmp_path):
 def test_plan_swaps_second_forward_pass_swaps_lists_whatever_is_delayed(min_bytes):
     """Zeros that wait for a first backward pass make no ops of a second forward pass backward."""
     analysis = without_copies(read_canonical(adversarial_step().get_concrete_function()))
-    plan = plan_swaps(in_swap_order(analysis, min_bytes, BATCH), SwapOptions(), BATCH)
+    plan = plan_swaps(in_memory_order(analysis, min_bytes, BATCH), SwapOptions(), BATCH)
     filled = [node for node in analysis.order if node.op in LOOPS and node not in analysis.backward]
     emptied = {swap.tensor.node for swap in plan.swaps if swap.saved is not None}
     # The gradient of the generator is not computed in the step of the discriminator.

@@ -9,7 +9,8 @@ from keras import layers
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize import canonicalize
 from rewriters.ir.graph import Graph, Node
-from rewriters.swapping.swap_pass import SwapOptions, in_swap_order, plan_swaps, without_copies
+from rewriters.scheduling.memory_order import in_memory_order
+from rewriters.swapping.swap_pass import SwapOptions, plan_swaps, without_copies
 from rewriters.swapping.transfer_schedule import Fetch, LeadPlanner, LeadTimes, concurrent_swap_outs, simulate
 
 
@@ -113,7 +114,7 @@ def convolutions(x):
 def analysis():
     step = keras_step(convolutions, (16, 24), 2)
     graph = canonicalize.read_canonical(step.concrete_fn)
-    return in_swap_order(without_copies(GraphAnalysis(graph).graph), 1, 2)
+    return in_memory_order(without_copies(GraphAnalysis(graph).graph), 1, 2)
 
 
 def op_seconds(node):

@@ -15,8 +15,8 @@ import tensorflow as tf
 from rewriters.errors import RewriteError
 from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._planner.budget_search import limit_of
-from tflms_sft._planner.traced_step import TracedStep, collector_paused, predicted_peak, with_sizes
 from tflms_sft._report.plan import Plan
+from tflms_sft._search.traced_step import TracedStep, collector_paused, predicted_peak, with_sizes
 from tflms_sft._trace.step_tracing import arguments_of
 from tflms_sft._util.byte_sizes import format_bytes
 

@@ -24,9 +24,9 @@ from tflms_sft._machine.calibration import machine_rates
 from tflms_sft._params.request import parse_request
 from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._planner.budget_search import least_memory
-from tflms_sft._planner.traced_step import Candidate, TracedStep, analyse_step, collector_paused
 from tflms_sft._report.plan import Plan
 from tflms_sft._rewrite.rewrite import rewrite_traced
+from tflms_sft._search.traced_step import Candidate, TracedStep, analyse_step, collector_paused
 from tflms_sft._trace.step_tracing import trace_step
 from tflms_sft._util.byte_sizes import format_bytes
 from tflms_sft._util.keras_internals import build_for_batch, origin_of

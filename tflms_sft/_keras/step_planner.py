@@ -26,10 +26,10 @@ from tflms_sft._keras.peak_watch import PeakWatch
 from tflms_sft._machine.calibration import machine_rates, stored_rates
 from tflms_sft._params.request import RewriteRequest
 from tflms_sft._pipeline.build import build_pipeline
-from tflms_sft._planner.traced_step import TracedStep, analyse_step, collector_paused
 from tflms_sft._report.plan import Plan, amend_plan
 from tflms_sft._report.plan_records import Measurement
 from tflms_sft._rewrite.rewrite import rewrite_traced
+from tflms_sft._search.traced_step import TracedStep, analyse_step, collector_paused
 from tflms_sft._trace.layer_names import LayerRecord
 from tflms_sft._trace.step_tracing import keras_function, trace_keras_step
 from tflms_sft._util.keras_internals import TRAINING, StepKind

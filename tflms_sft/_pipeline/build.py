@@ -35,9 +35,9 @@ from tflms_sft._pipeline.report import Inside, Planned, plan_of
 from tflms_sft._pipeline.stage_cuts import cut_names, requested_cuts
 from tflms_sft._planner.requested_tiles import StageBounds, plan_sft
 from tflms_sft._planner.swap_planner import swap_in_stages
-from tflms_sft._planner.traced_step import TracedStep, analyse_step
 from tflms_sft._report.pass_dump import write_dump
 from tflms_sft._report.plan import Plan, amend_plan
+from tflms_sft._search.traced_step import TracedStep, analyse_step
 from tflms_sft._trace.batch_traces import BatchTraces, require_even, trace
 from tflms_sft._trace.layer_names import captured, variable_names
 from tflms_sft._util.text import shortened

@@ -19,7 +19,7 @@ from rewriters.pipelining.micro_batch_reduction import MicroBatchReduction
 from rewriters.pipelining.step_partition import StepPartition, split_step
 from tflms_sft._params.pipeline_params import PipelineParams
 from tflms_sft._pipeline.declarations import declared_ops, declared_reductions
-from tflms_sft._planner.traced_step import analyse_step
+from tflms_sft._search.traced_step import analyse_step
 from tflms_sft._trace.batch_traces import BatchTraces, settled
 from tflms_sft._trace.layer_names import part_name, variable_names
 from tflms_sft._util.text import shortened

@@ -27,10 +27,10 @@ from tflms_sft._params import device_names
 from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._planner.plan_description import described_segments, prediction, reasons
 from tflms_sft._planner.swap_planner import with_swap_records
-from tflms_sft._planner.traced_step import TracedStep, analyse_step, predict
 from tflms_sft._report.pipeline_plan import PlannedPipeline, PlannedStage
 from tflms_sft._report.plan import Plan, amend_plan
 from tflms_sft._report.plan_records import PlannedSwap, Prediction
+from tflms_sft._search.traced_step import TracedStep, analyse_step, predict
 from tflms_sft._trace.batch_traces import BatchTraces
 from tflms_sft._trace.layer_names import captured, display_names
 

@@ -14,7 +14,7 @@ from rewriters.ir.graph import Tensor, ancestors, producers
 from rewriters.pipelining.stage_assignment import Separators, separators
 from tflms_sft._params.pipeline_params import PipelineParams
 from tflms_sft._pipeline.device_selection import available_devices
-from tflms_sft._planner.traced_step import TracedStep
+from tflms_sft._search.traced_step import TracedStep
 from tflms_sft._trace.layer_names import of_all_calls, resolve
 
 MAX_STAGE_RATIO = 1.25

@@ -18,7 +18,7 @@ from tflms_sft._params import device_names
 from tflms_sft._params.pipeline_params import PipelineParams
 from tflms_sft._pipeline import device_selection
 from tflms_sft._pipeline.stage_cuts import cut_names, requested_cuts
-from tflms_sft._planner.traced_step import TracedStep, analyse_step
+from tflms_sft._search.traced_step import TracedStep, analyse_step
 from tflms_sft._trace.layer_names import captured
 from tflms_sft._trace.step_tracing import trace_step
 from tflms_sft._util.keras_internals import forget_functions, replace_value

@@ -19,10 +19,10 @@ from rewriters.errors import NotTileableError
 from rewriters.estimates.op_cost import sum_in_order
 from rewriters.tiling.ft_segments import TileableComponent, find_components, recomputes, try_segment
 from rewriters.tiling.segment import Segment
-from tflms_sft._planner.block_search import BlockChoice, target_bytes
-from tflms_sft._planner.tile_search import ChainSearch, Segmentation
-from tflms_sft._planner.traced_step import Candidate, TracedStep, predicted_peak
-from tflms_sft._planner.training_blocks import TrainingBlocks
+from tflms_sft._search.block_search import BlockChoice, target_bytes
+from tflms_sft._search.tile_search import ChainSearch, Segmentation
+from tflms_sft._search.traced_step import Candidate, TracedStep, predicted_peak
+from tflms_sft._search.training_blocks import TrainingBlocks
 
 TIME_EXPONENT = 1.5
 """Weight of time against memory: 1 % more time has to save this many per cent of memory."""
@@ -119,7 +119,7 @@ class _RequestedBlocks(TrainingBlocks):
         self._plan = plan
         self._choices: dict[Hashable, BlockChoice] = {}
 
-    def _tilings(self, first: int, last: int) -> Sequence[_RequestedTiling]:
+    def _requested(self, first: int, last: int) -> Sequence[_RequestedTiling]:
         if self._is_too_long(first, last):
             return []
         with contextlib.suppress(NotTileableError):

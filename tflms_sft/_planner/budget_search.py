@@ -16,9 +16,7 @@ import dataclasses
 import functools
 import itertools
 import math
-import shutil
 from collections.abc import Iterable, Iterator
-from typing import Protocol
 
 import tensorflow as tf
 
@@ -26,24 +24,24 @@ from rewriters.device.peak_memory import Peak
 from rewriters.emission.file_buffers import FileBuffers, reason_without_files
 from rewriters.emission.tile_pass import SegmentPlan
 from rewriters.errors import BudgetError
-from rewriters.tiling.ft_segments import SkippedOps
 from tflms_sft._machine.memory_info import device_memory_limit, device_names
 from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._params.tile_params import AutoParams
-from tflms_sft._planner.barrier_search import Barriers, BarrierSearch
+from tflms_sft._planner.budget_plan import BudgetPlan, FeasiblePlan, TileSearch, have_room, of_tiles
 from tflms_sft._planner.plan_description import reasons, takes_most
 from tflms_sft._planner.swap_planner import reason_without_tier
 from tflms_sft._planner.swap_search import SwapSearch
-from tflms_sft._planner.tile_search import InferenceSearch, TrainingSearch
-from tflms_sft._planner.traced_step import (
+from tflms_sft._report.summary import excess_remedy, time_text
+from tflms_sft._search.barrier_search import Barriers, BarrierSearch
+from tflms_sft._search.priced_search import PricedSearch
+from tflms_sft._search.tile_search import InferenceSearch
+from tflms_sft._search.traced_step import (
     Candidate,
     TracedStep,
     least_peak,
-    peak_file_bytes,
     seconds_of,
     sizes_in_files,
 )
-from tflms_sft._report.summary import excess_remedy, time_text
 from tflms_sft._util.byte_sizes import enough_bytes, format_bytes
 from tflms_sft._util.text import shortened
 
@@ -92,62 +90,6 @@ FASTER = "tiles and swaps, because either alone would take longer"
 NO_SWAPS = "nothing is swapped: a step without a backward pass saves no tensors"
 
 
-class TileSearch(Protocol):
-    """A search for tile plans of one step.
-
-    Attributes:
-        left: Ops that cannot be tiled, with reasons.
-    """
-
-    left: list[SkippedOps]
-
-    @property
-    def smallest(self) -> Candidate:
-        """Plan with the lowest peak found."""
-
-    def least_seconds(self, limit: int) -> float:
-        """Return a lower bound of the time of any plan whose step stays within `limit` bytes, 0 if none is known."""
-
-    def fastest_within(self, limit: int) -> Candidate | None:
-        """Return the fastest plan found whose step stays within `limit` bytes."""
-
-    def may_fit_with_swaps(self, limit: int) -> bool:
-        """Return false if no tile plan, with any swaps, can stay within `limit` bytes; true if unknown."""
-
-    def proposed(self, target: int) -> Candidate | None:
-        """Return the plan for a target, whether its step meets it or not."""
-
-
-@dataclasses.dataclass(frozen=True)
-class BudgetPlan:
-    """Tiles and swaps of a step.
-
-    Attributes:
-        plans: Segments to tile.
-        left: Ops that cannot be tiled, with reasons.
-        swaps: Tensors to swap in the tiled step, if any.
-        files: Rule that selects the results of tile loops that lie in files, if any.
-        why: Reason for this kind of plan, as a note.
-        advice: Note of the time with larger budgets, if the step is slow.
-    """
-
-    plans: list[SegmentPlan]
-    left: list[SkippedOps]
-    swaps: SwapParams | None = None
-    files: FileBuffers | None = None
-    why: str = ""
-    advice: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class FeasiblePlan:
-    """A plan that fits, with the predicted time and peak of the step."""
-
-    plan: BudgetPlan
-    seconds: float
-    peak_bytes: int
-
-
 def plans_within_budget(traced: TracedStep, params: AutoParams, advise: bool = False) -> Iterator[BudgetPlan]:
     """Yield the plans that fit, the fastest first; the next one is for a caller who cannot carry out the one before.
 
@@ -165,7 +107,7 @@ def plans_within_budget(traced: TracedStep, params: AutoParams, advise: bool = F
     elif params.swap is True and (reason := _reason_without_swaps(traced, params)):
         why = f"nothing is swapped, because {reason}"
         params = dataclasses.replace(params, swap=False)
-    search = _search(traced)
+    search = _search(traced, _files_allowed(traced, params))
     least = LeastMemory(traced, search, params)
     slow: list[FeasiblePlan] = []
     for feasible in itertools.chain(
@@ -191,7 +133,7 @@ def least_memory(traced: TracedStep, params: AutoParams) -> Candidate:
     """
     if params.swap is True and _reason_without_swaps(traced, params):
         params = dataclasses.replace(params, swap=False)
-    return LeastMemory(traced, _search(traced), params).smallest()
+    return LeastMemory(traced, _search(traced, _files_allowed(traced, params)), params).smallest()
 
 
 def larger_budgets(traced: TracedStep, search: TileSearch, params: AutoParams, option: FeasiblePlan) -> str:
@@ -246,9 +188,11 @@ def feasible_plans(
     _tell(traced, [] if alone is None else [alone])
     tiled = traced.seconds if alone is None else max(search.least_seconds(limit), traced.seconds)
     tiles = search.fastest_within(limit) if tiled < swapped else None
+    if tiles is not None and not have_room(traced, tiles):
+        tiles = _search(traced).fastest_within(limit)
     if tiles is not None:
         tiled = max(tiles.time_ratio, 1.0) * traced.seconds
-        options.append(FeasiblePlan(BudgetPlan(tiles.plans, search.left), tiled, tiles.peak.peak_bytes))
+        options.append(of_tiles(traced, tiles, search.left))
         _tell(traced, options)
     if alone is not None and (tiles is None or swapped < tiled):
         ratios = [f"{max(seconds / traced.seconds, 1.0):.2f}x" for seconds in (tiled, swapped)]
@@ -269,6 +213,16 @@ def feasible_plans(
     return sorted(options, key=lambda option: (max(option.seconds, traced.seconds), option.peak_bytes))
 
 
+def _files_allowed(traced: TracedStep, params: AutoParams) -> FileBuffers | None:
+    """Return the rule for results of loops in files; `None` if none may be written, or no tensor is large enough."""
+    swap = swaps_within(traced, params)
+    if params.swap is False or not swap.page_cache or reason_without_files(swap.directory, traced.device):
+        return None
+    files = FileBuffers(swap.directory, traced.batch)
+    results = (node.out(index) for node in traced.analysis.order for index in range(len(node.outputs)))
+    return files if any(map(files.holds, results)) else None
+
+
 def _tell(traced: TracedStep, plans: Iterable[FeasiblePlan]) -> None:
     """Tell the listener of the step about plans that fit."""
     for plan in plans:
@@ -276,16 +230,21 @@ def _tell(traced: TracedStep, plans: Iterable[FeasiblePlan]) -> None:
             traced.found(plan.seconds / traced.seconds)
 
 
-def _search(traced: TracedStep) -> TileSearch:
-    """Return the search for tile plans of a step, with the estimates of earlier searches for it."""
+def _search(traced: TracedStep, files: FileBuffers | None = None) -> TileSearch:
+    """Return the search for tile plans of a step, with the estimates of earlier searches for it.
+
+    A search that weighs files may use those of the rule `files`.
+    """
 
     def begin() -> TileSearch:
-        barriers = Barriers(traced) if traced.analysis.backward else None
-        if barriers is None:
+        if not traced.analysis.backward:
             return InferenceSearch(traced)
-        return BarrierSearch(traced, barriers) if barriers.present else TrainingSearch(traced)
+        barriers = traced.once("barriers", lambda: Barriers(traced))
+        if barriers.present:
+            return BarrierSearch(traced, barriers)
+        return PricedSearch(dataclasses.replace(traced, files=files))
 
-    return traced.once("search", begin)
+    return traced.once(f"search {files}", begin)
 
 
 def swaps_within(traced: TracedStep, params: AutoParams, least: bool = False) -> SwapParams:
@@ -369,14 +328,9 @@ class TilesInFiles:
         return self._search.smallest if self.least_within(other.peak.peak_bytes - 1) else other
 
     def _feasible(self, tiles: Candidate) -> list[FeasiblePlan]:
-        number, num_bytes = len(sizes_in_files(self._traced, tiles.plans)), peak_file_bytes(self._traced, tiles.plans)
-        if not number or num_bytes > shutil.disk_usage(self._files.directory).free:
+        if not sizes_in_files(self._traced, tiles.plans) or not have_room(self._traced, tiles):
             return []
-        tensors = f"{number} tensor{'s' * (number > 1)} between tile loops"
-        where = f"files of {self._files.directory!r}, which take up to {format_bytes(num_bytes)}"
-        why = f"{tensors} lie in {where}"
-        plan = BudgetPlan(tiles.plans, self._search.left, files=self._files, why=why)
-        return [FeasiblePlan(plan, tiles.time_ratio * self._traced.seconds, tiles.peak.peak_bytes)]
+        return [of_tiles(self._traced, tiles, self._search.left)]
 
 
 class LeastMemory:
@@ -415,20 +369,15 @@ class LeastMemory:
 
     @functools.cached_property
     def in_files(self) -> TilesInFiles | None:
-        """Tile plans with results in files; `None` if no files may be written, or no tensor is large enough."""
-        traced, swap = self._traced, swaps_within(self._traced, self._params)
-        if self._params.swap is False or not swap.page_cache or reason_without_files(swap.directory, traced.device):
-            return None
-        files = FileBuffers(swap.directory, traced.batch)
-        results = (node.out(index) for node in traced.analysis.order for index in range(len(node.outputs)))
-        return TilesInFiles(traced, files) if any(map(files.holds, results)) else None
+        """Tile plans with all results in files; `None` if there may be none, or the search for tiles weighs them."""
+        files = _files_allowed(self._traced, self._params)
+        return None if files is None or self._search.weighs_files else TilesInFiles(self._traced, files)
 
     def within(self, limit: int) -> Iterator[FeasiblePlan]:
         """Yield the plans that fit, so that the smallest budget that an error names can be met, and any above."""
         tiles = self._search.smallest
         if tiles.plans and tiles.peak.peak_bytes <= limit:
-            seconds = tiles.time_ratio * self._traced.seconds
-            yield FeasiblePlan(BudgetPlan(tiles.plans, self._search.left), seconds, tiles.peak.peak_bytes)
+            yield of_tiles(self._traced, tiles, self._search.left)
         for candidate, swaps in self._swapped():
             yield from self._with_swaps(candidate, swaps, limit)
         if self.in_files is not None:

@@ -13,15 +13,6 @@ from rewriters.ir.graph import Graph
 from rewriters.ir.graph_pass import run_pass
 from rewriters.scheduling.updates_after_reads import RunUpdatesAfterReads
 from rewriters.tiling.ft_segments import SkippedOps
-from tflms_sft._planner.traced_step import (
-    Candidate,
-    TracedStep,
-    op_times,
-    peak_file_bytes,
-    predict,
-    predicted_peak,
-    time_ratio,
-)
 from tflms_sft._report.peak_report import (
     FRAGMENTATION,
     NamedSizes,
@@ -35,6 +26,17 @@ from tflms_sft._report.plan_records import PlannedSegment, Prediction
 from tflms_sft._report.segment_report import Share, describe_segment, shares
 from tflms_sft._report.summary import MAX_LARGEST
 from tflms_sft._report.summary import transient_memory as transient_texts
+from tflms_sft._search.traced_step import (
+    Candidate,
+    TracedStep,
+    in_order,
+    op_times,
+    peak_file_bytes,
+    predict,
+    predicted_peak,
+    skeleton,
+    time_ratio,
+)
 from tflms_sft._trace.layer_names import part_name
 from tflms_sft._util.byte_sizes import format_bytes
 from tflms_sft._util.text import shortened
@@ -52,7 +54,7 @@ def emit_and_describe(
     """
     analysis = traced.analysis
     if plans:
-        graph = tile_segments(analysis, plans, traced.files)
+        graph = in_order(traced, tile_segments(analysis, plans, traced.files))
     else:
         graph = run_pass(RunUpdatesAfterReads(()), analysis.graph).graph
     # For a budget, predict as the search did: by a skeleton, and for every state of the device's memory.
@@ -61,7 +63,7 @@ def emit_and_describe(
     plain = traced.plain if budget else predict(traced, [], limit=limit)
     original = predicted = prediction(traced, plain, analysis.graph)
     if plans:
-        seen = tile_skeleton(analysis, plans, traced.files) if budget else graph
+        seen = skeleton(traced, plans) if budget else graph
         peak = predicted_peak(traced, plans, limit=limit, graph=seen)
         predicted = prediction(traced, Candidate(plans, peak, time_ratio(traced, plans)), seen)
     segments, outside = described_segments(traced, plans)

@@ -23,8 +23,8 @@ from rewriters.tiling.tile_planner import Grid, Halo
 from tflms_sft._params.tile_counts import NumTiles, axis_names, parse_num_tiles
 from tflms_sft._params.tile_params import SegmentSpec, SFTParams
 from tflms_sft._planner.automatic_segments import MAX_PEAK_FRACTION, PlanSegment, RequestedSearch, best_candidate
-from tflms_sft._planner.barrier_search import Barriers, plan_for_capacity
-from tflms_sft._planner.traced_step import Candidate, TracedStep, predict
+from tflms_sft._search.barrier_search import Barriers, plan_for_capacity
+from tflms_sft._search.traced_step import Candidate, TracedStep, predict
 from tflms_sft._trace.layer_names import resolve
 
 MAX_CHECKPOINT_SETS = 4

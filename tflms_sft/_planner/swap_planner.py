@@ -16,13 +16,13 @@ from rewriters.errors import SwapError
 from rewriters.ir.device_model import DeviceModel
 from rewriters.ir.graph import Graph, Node
 from rewriters.pipelining.stage_passes import StagedStep, with_swaps
+from rewriters.scheduling.memory_order import in_memory_order
 from rewriters.swapping.recompute_pooling import forward_pool_of, recomputed_pool_name
 from rewriters.swapping.spill_store import SpillStore, is_in_memory, reason_unsupported
 from rewriters.swapping.swap_pass import (
     Swap,
     SwapPlan,
     SwapResult,
-    in_swap_order,
     insert_swaps,
     plan_swaps,
     without_copies,
@@ -33,9 +33,9 @@ from tflms_sft._machine.memory_info import exceeds_page_cache
 from tflms_sft._params.device_names import machine_of, remote_devices
 from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._planner.plan_description import peak_names
-from tflms_sft._planner.traced_step import TracedStep, op_times, predicted_peak
 from tflms_sft._report.plan import Plan, amend_plan
 from tflms_sft._report.plan_records import PlannedSwap
+from tflms_sft._search.traced_step import TracedStep, backward_scopes, op_times, predicted_peak
 from tflms_sft._util.byte_sizes import format_bytes
 from tflms_sft._util.open_files import open_descriptors, open_file_limits
 from tflms_sft._util.text import nearest, shortened
@@ -218,14 +218,13 @@ def swap_in_stages(
 
 def prepared(traced: TracedStep, graph: Graph, params: SwapParams) -> GraphAnalysis:
     """Return the analysis of a graph that is prepared for swaps, cached for the graph of the original step."""
-    loops = [name for (_, phase), name in loop_nodes(graph).items() if phase.startswith("backward")]
-    scopes = (*params.optimizer_scopes, *(name.rpartition("/")[0] for name in loops))  # The initial buffers, too.
+    scopes = backward_scopes(graph, params.optimizer_scopes)
     cache = traced.models.prepared if graph is traced.analysis.graph else {}
     key = params.min_bytes, scopes
     if scopes not in cache:
         cache[scopes] = without_copies(graph, scopes, traced.forward)
     if key not in cache:
-        cache[key] = in_swap_order(cache[scopes], params.min_bytes, traced.batch, scopes, traced.forward)
+        cache[key] = in_memory_order(cache[scopes], params.min_bytes, traced.batch, scopes, traced.forward)
     return cache[key]
 
 

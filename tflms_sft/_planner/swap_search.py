@@ -23,7 +23,7 @@ from tflms_sft._planner.swap_planner import (
     prepared,
     swapped_seconds,
 )
-from tflms_sft._planner.traced_step import TracedStep
+from tflms_sft._search.traced_step import TracedStep
 
 PREFETCH_DISTANCES = (1, 2, 3, 5, 8, 12, 18, 27, 40)
 """Values of `lb` that are tried. A transfer that begins earlier ends early enough anyway."""

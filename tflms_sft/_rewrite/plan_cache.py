@@ -21,8 +21,8 @@ import rewriters
 from rewriters.device.gpu_kernels import computes_channels_last, workspace_limit
 from tflms_sft._machine.calibration import cache_directory
 from tflms_sft._params.tile_params import AutoParams
-from tflms_sft._planner.traced_step import TracedStep
 from tflms_sft._rewrite.plan_recipe import Recipe, step_key
+from tflms_sft._search.traced_step import TracedStep
 from tflms_sft._util.files import write_json
 
 VARIABLE = "TFLMS_SFT_PLAN_CACHE"
@@ -55,7 +55,8 @@ def read_recipe(path: Path) -> Recipe | None:
 def code_hash() -> str:
     """Return a hash of the code that plans. Between two releases it may change, and plans with it."""
     digest = hashlib.sha256()
-    for folder in (Path(rewriters.__file__).parent, Path(__file__).parents[1] / "_planner"):
+    package = Path(__file__).parents[1]
+    for folder in (Path(rewriters.__file__).parent, package / "_planner", package / "_search"):
         for path in sorted(folder.rglob("*.py")):
             digest.update(repr((str(path.relative_to(folder)), path.read_bytes())).encode())
     return digest.hexdigest()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rewriters.emission.file_buffers import FileBuffers
@@ -16,18 +16,19 @@ from rewriters.emission.tile_pass import SegmentPlan, plan_segment
 from rewriters.errors import NotTileableError
 from rewriters.ir.graph import Node, Tensor
 from rewriters.ir.region_reads import REGION_READ, REGION_WRITE
+from rewriters.scheduling.memory_order import MemoryOrder
 from rewriters.tiling.ft_segments import find_components
 from rewriters.tiling.one_loop import with_final_sums
 from rewriters.tiling.segment import build_segment
 from rewriters.tiling.tile_planner import Grid, Halo
 from tflms_sft._params.swap_params import SwapParams
-from tflms_sft._planner.barrier_search import Barriers, TiledLoops
-from tflms_sft._planner.budget_search import BudgetPlan
-from tflms_sft._planner.segment_tilings import LoopEstimates
-from tflms_sft._planner.traced_step import TracedStep
+from tflms_sft._planner.budget_plan import BudgetPlan
+from tflms_sft._search.barrier_search import Barriers, TiledLoops
+from tflms_sft._search.segment_tilings import LoopEstimates
+from tflms_sft._search.traced_step import TracedStep
 from tflms_sft._version import __version__
 
-FORMAT = 4
+FORMAT = 5
 """Version of the JSON object."""
 
 Recipe = dict[str, Any]
@@ -67,7 +68,8 @@ def recipe_of(traced: TracedStep, choice: BudgetPlan, memory_budget: int | None)
         "step": step_key(traced),
         "segments": [_segment_recipe(position, plan) for plan in choice.plans],
         "swaps": None if choice.swaps is None else dataclasses.asdict(choice.swaps),
-        "files": None if choice.files is None else choice.files.directory,
+        "files": None if choice.files is None else _files_recipe(position, choice.files, choice.plans),
+        "order": choice.order.value,
         "why": choice.why,
         "advice": choice.advice,
         "memory_budget": memory_budget,
@@ -86,6 +88,28 @@ def _segment_recipe(position: Mapping[Node, int], plan: SegmentPlan) -> Recipe:
         "grids": [[loop.grid.batch, *loop.grid.spatial] for loop in plan.loops],
         "halo": plan.halo.value,
     }
+
+
+def _files_recipe(position: Mapping[Node, int], files: FileBuffers, plans: Sequence[SegmentPlan]) -> Recipe:
+    if files.tensors is None:
+        return {"directory": files.directory, "tensors": None, "rows": []}
+    tensors = _tensors(position, (tensor for tensor in files.tensors if tensor.node in position))
+    rows = [number for number, plan in enumerate(plans) if not files.tensors.isdisjoint(_saved_rows(plan))]
+    return {"directory": files.directory, "tensors": tensors, "rows": rows}
+
+
+def _saved_rows(plan: SegmentPlan) -> set[Tensor]:
+    """Return the tensors with the rows that the loops of a segment save for each other."""
+    return {save.saved for loop in plan.loops for save in loop.saves}
+
+
+def _files_from(traced: TracedStep, recipe: Recipe, plans: Sequence[SegmentPlan]) -> FileBuffers:
+    if recipe["tensors"] is None:
+        return FileBuffers(recipe["directory"], traced.batch)
+    order = traced.analysis.order
+    tensors = {order[index].out(output) for index, output in recipe["tensors"]}
+    tensors.update(*(_saved_rows(plans[number]) for number in recipe["rows"]))
+    return FileBuffers(recipe["directory"], traced.batch, frozenset(tensors))
 
 
 def _tensors(position: Mapping[Node, int], tensors: Iterable[Tensor]) -> list[list[int]]:
@@ -109,8 +133,8 @@ def plan_from(traced: TracedStep, recipe: Recipe) -> BudgetPlan | None:
     swaps = None if recipe["swaps"] is None else SwapParams(**recipe["swaps"])
     has_barriers = bool(traced.analysis.backward) and barriers.present
     left = barriers.left if has_barriers else find_components(traced.analysis)[1]
-    files = None if recipe["files"] is None else FileBuffers(recipe["files"], traced.batch)
-    return BudgetPlan(plans, left, swaps, files, recipe["why"], recipe["advice"])
+    files = None if recipe["files"] is None else _files_from(traced, recipe["files"], plans)
+    return BudgetPlan(plans, left, swaps, files, MemoryOrder(recipe["order"]), recipe["why"], recipe["advice"])
 
 
 def _grids(item: Recipe) -> list[Grid]:

@@ -26,11 +26,18 @@ from tflms_sft._machine.calibration import machine_rates, stored_rates
 from tflms_sft._params.request import RewriteRequest, parse_request
 from tflms_sft._params.tile_params import AutoParams, SFTParams
 from tflms_sft._pipeline.build import build_pipeline
-from tflms_sft._planner.budget_search import NO_SWAPS, BudgetPlan, limit_of, plans_within_budget
+from tflms_sft._planner.budget_plan import BudgetPlan
+from tflms_sft._planner.budget_search import NO_SWAPS, limit_of, plans_within_budget
 from tflms_sft._planner.plan_description import emit_and_describe, prediction
 from tflms_sft._planner.requested_tiles import plan_sft
 from tflms_sft._planner.swap_planner import NothingToSwapError, apply_swaps, swapped_seconds, with_swap_records
-from tflms_sft._planner.traced_step import (
+from tflms_sft._report.pass_dump import write_dump
+from tflms_sft._report.plan import Plan, amend_plan
+from tflms_sft._rewrite.plan_cache import cached_recipe, read_recipe, store_recipe
+from tflms_sft._rewrite.plan_recipe import plan_from, recipe_of
+from tflms_sft._rewrite.rewritten_step import RewrittenStep
+from tflms_sft._rewrite.saved_step import save_step
+from tflms_sft._search.traced_step import (
     Candidate,
     TracedStep,
     analyse_step,
@@ -38,12 +45,6 @@ from tflms_sft._planner.traced_step import (
     predicted_peak,
     seconds_of,
 )
-from tflms_sft._report.pass_dump import write_dump
-from tflms_sft._report.plan import Plan, amend_plan
-from tflms_sft._rewrite.plan_cache import cached_recipe, read_recipe, store_recipe
-from tflms_sft._rewrite.plan_recipe import plan_from, recipe_of
-from tflms_sft._rewrite.rewritten_step import RewrittenStep
-from tflms_sft._rewrite.saved_step import save_step
 from tflms_sft._trace.layer_names import LayerRecord
 from tflms_sft._trace.step_tracing import arguments_of, batch_of, leading_sizes, trace_step
 from tflms_sft._util.byte_sizes import format_excess
@@ -215,8 +216,7 @@ def carry_out(traced: TracedStep, choice: BudgetPlan, budget: int | None) -> tup
 
 
 def _emitted(traced: TracedStep, choice: BudgetPlan, budget: int | None) -> tuple[StepImporter, Plan]:
-    if choice.files is not None:
-        traced = dataclasses.replace(traced, files=choice.files)
+    traced = dataclasses.replace(traced, files=choice.files or traced.files, order=choice.order)
     graph, plan = emit_and_describe(traced, choice.plans, choice.left, budget)
     plan = amend_plan(plan, choice.why, choice.advice)
     files = None if traced.files is None else traced.files.pool

@@ -13,8 +13,8 @@ from rewriters.canonicalize.canonicalize import CanonicalMode
 from rewriters.estimates.op_cost import MachineRates
 from rewriters.ir import tf_internals
 from rewriters.ir.device_model import Card, DeviceModel
-from tflms_sft._planner.traced_step import TracedStep, analyse_step
 from tflms_sft._rewrite.plan_recipe import Recipe
+from tflms_sft._search.traced_step import TracedStep, analyse_step
 from tflms_sft._trace.layer_names import LayerCall, LayerRecord
 
 GRAPH, INTERFACE, SCRIPT = "step.pb", "step.json", "reproduce.py"

@@ -14,9 +14,9 @@ from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._planner.plan_description import takes_most
 from tflms_sft._planner.swap_planner import apply_swaps
 from tflms_sft._planner.swap_search import SwapSearch
-from tflms_sft._planner.traced_step import TracedStep, analyse_step, collector_paused
 from tflms_sft._rewrite.measure import measure
 from tflms_sft._rewrite.rewrite import require_batch, rewrite
+from tflms_sft._search.traced_step import TracedStep, analyse_step, collector_paused
 from tflms_sft._trace.step_tracing import batch_of, trace_step
 from tflms_sft._util.byte_sizes import format_bytes
 

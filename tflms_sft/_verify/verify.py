@@ -38,9 +38,9 @@ from tflms_sft._keras.step_installer import check_not_patched
 from tflms_sft._params.request import parse_request
 from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._pipeline.build import build_pipeline
-from tflms_sft._planner.traced_step import collector_paused
 from tflms_sft._rewrite.rewrite import rewrite, rewrite_concrete
 from tflms_sft._rewrite.rewritten_step import RewrittenStep
+from tflms_sft._search.traced_step import collector_paused
 from tflms_sft._trace.layer_names import lookup
 from tflms_sft._trace.step_tracing import batch_of, keras_function, trace_step
 from tflms_sft._verify.differences import (

@@ -21,7 +21,7 @@ from typing import Protocol
 from rewriters.ir.graph import Node, Tensor
 from rewriters.tiling.ft_segments import TileableComponent
 from rewriters.tiling.tile_planner import Grid, Halo
-from tflms_sft._planner.traced_step import TracedStep
+from tflms_sft._search.traced_step import TracedStep
 
 RUNG_RATIO = 1.03
 """A target over the next lower one."""

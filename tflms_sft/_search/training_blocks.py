@@ -17,9 +17,9 @@ from rewriters.errors import NotTileableError
 from rewriters.ir.graph import Node, Tensor
 from rewriters.rules.registry import TileKind, find_rule
 from rewriters.tiling.ft_segments import TileableComponent, try_segment
-from tflms_sft._planner.block_search import BlockChoice, BlockOptions, ComponentBlocks, Tilings, select_cuts
-from tflms_sft._planner.segment_tilings import EstimateCache, tilings
-from tflms_sft._planner.traced_step import TracedStep
+from tflms_sft._search.block_search import BlockChoice, BlockOptions, ComponentBlocks, Tilings, select_cuts
+from tflms_sft._search.segment_tilings import EstimateCache, SegmentTilings, segment_tilings
+from tflms_sft._search.traced_step import TracedStep
 
 MAX_CUTS = 8
 """Most positions between the ends of a component where a segment may end, in a search for tiles as well."""
@@ -45,15 +45,20 @@ class TrainingBlocks(ComponentBlocks):
         self._estimates = EstimateCache()
 
     def _options_between(self, first: int, last: int) -> BlockOptions:
-        return BlockOptions(self._untiled(first, last), self._tilings(first, last))
+        return BlockOptions(self.untiled(first, last), self._requested(first, last))
+
+    def _requested(self, first: int, last: int) -> Sequence[Tilings]:
+        """Return the tilings that a search along the chain may choose."""
+        return []
 
     def _ops(self, first: int, last: int) -> list[Node]:
-        return [*super()._ops(first, last), *self._backward(first, last)]
+        return [*super()._ops(first, last), *self.backward(first, last)]
 
-    def _untiled(self, first: int, last: int) -> BlockChoice:
+    def untiled(self, first: int, last: int) -> BlockChoice:
+        """Return blocks as they are, with the bytes that they save for the backward pass."""
         analysis, batch = self._traced.analysis, self._traced.batch
         nodes = self.component.nodes[first:last]
-        backward = self._backward(first, last)
+        backward = self.backward(first, last)
         saved_bytes = sum(tensor.num_bytes(batch) for node in nodes for tensor in _saved(analysis, node))
         results = [node.out(index) for node in (*nodes, *backward) for index in range(len(node.outputs))]
         gradients = [tensor for node in backward for tensor in node.inputs if tensor.node in analysis.backward]
@@ -71,7 +76,7 @@ class TrainingBlocks(ComponentBlocks):
     def _positions(self) -> dict[Node, float]:
         return backward_positions(self._traced.analysis, self.component)
 
-    def _backward(self, first: int, last: int) -> list[Node]:
+    def backward(self, first: int, last: int) -> list[Node]:
         """Return the backward ops of blocks."""
         return [node for node, position in self._positions.items() if first <= position < last]
 
@@ -79,13 +84,13 @@ class TrainingBlocks(ComponentBlocks):
         """Return whether blocks are too many for a segment that goes past a cut."""
         return last - first > MAX_OPS_ACROSS_CUTS and self.bounds.index(last) > self.bounds.index(first) + 1
 
-    def _tilings(self, first: int, last: int) -> Sequence[Tilings]:
+    def tilings(self, first: int, last: int) -> list[SegmentTilings]:
         """Return the ways to tile the blocks; none if they are no segment, or too long a one."""
         if self._is_too_long(first, last):
             return []
         with contextlib.suppress(NotTileableError):
             segment = try_segment(self._traced.analysis, self.component, range(first, last), set(), "candidate")
-            return tilings(self._traced, segment, (first, last), self._estimates)
+            return segment_tilings(self._traced, segment, (first, last), self._estimates)
         return []
 
 

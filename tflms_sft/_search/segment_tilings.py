@@ -11,11 +11,9 @@ import dataclasses
 import functools
 import itertools
 import math
-import operator
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 
 from rewriters.emission.loop_signature import loop_signature, segment_signature
-from rewriters.emission.loop_tensors import loop_operand
 from rewriters.emission.tile_pass import planner_for
 from rewriters.errors import NotTileableError
 from rewriters.estimates.loop_memory import Results
@@ -27,17 +25,14 @@ from rewriters.tiling.one_loop import in_one_loop
 from rewriters.tiling.segment import Segment
 from rewriters.tiling.tile_grids import auto_grids, coarsest_fitting, fastest, thinned
 from rewriters.tiling.tile_planner import Grid, Halo, TileLoop
-from tflms_sft._planner.block_search import BlockChoice
-from tflms_sft._planner.traced_step import TracedStep
+from tflms_sft._search.block_search import BlockChoice
+from tflms_sft._search.traced_step import TracedStep
 
 GRID_GROWTH = 1.4
 """Tiles of a grid that is tried, over those of the one before."""
 
 PLANNED_STRIDE = 3
 """Grids of a long segment of which one is planned, and the others are interpolated."""
-
-MAX_SPLIT_BYTES_GROWTH = 1.1
-"""Bytes of a tile and of the saved borders, over the least with fewer tiles, beyond which more tiles need more."""
 
 MAX_OPS_ALL_PLANNED = 40
 """Ops of a segment of which every grid is planned."""
@@ -171,12 +166,11 @@ class TilingEstimate:
     """Memory and time of a segment in some number of tiles, without checkpoints of inner tensors.
 
     Attributes:
-        iteration_bytes: Peak of an iteration of the backward loop.
+        iteration_bytes: Bytes that an iteration of the backward loop takes of the allocator.
         saved_bytes: Rows that one loop saves for the other.
         seconds: Time of both loops.
         coarsening: Backward tiles along each axis over forward ones.
         savings: Seconds that the checkpoint of each candidate saves, given those before it.
-        least: Lower bounds of the time in as many tiles or more, by the number of checkpoints.
     """
 
     iteration_bytes: float
@@ -184,7 +178,6 @@ class TilingEstimate:
     seconds: float
     coarsening: int
     savings: tuple[float, ...]
-    least: tuple[float, ...]
 
     def towards(self, other: TilingEstimate, tiles: float, first: int, last: int) -> TilingEstimate:
         """Interpolate between this estimate, for `first` tiles, and the other one, for `last` tiles.
@@ -203,7 +196,6 @@ class TilingEstimate:
             between(self.seconds, other.seconds),
             min(self.coarsening, other.coarsening),
             tuple(map(between, self.savings, other.savings)),
-            tuple(map(between, self.least, other.least)),
         )
 
 
@@ -233,7 +225,7 @@ class EstimateCache:
         ]
 
 
-def tilings(
+def segment_tilings(
     traced: TracedStep, segment: Segment, blocks: tuple[int, int], estimates: EstimateCache
 ) -> list[SegmentTilings]:
     """Return the tilings of a segment: in one loop if possible, and for each way to get halos.
@@ -256,8 +248,12 @@ def tilings(
 class SegmentTilings:
     """A segment in any number of tiles, with any of the candidates checkpointed.
 
-    More tiles need less memory and more time, so only the numbers of tiles that budgets call for are estimated. The
-    arguments are those of `tilings`.
+    The arguments are those of `segment_tilings`.
+
+    Attributes:
+        segment: The segment.
+        grids: Grids to try, each with more tiles than the one before.
+        candidates: Inner tensors that are worth checkpointing, the best first.
     """
 
     def __init__(
@@ -270,49 +266,22 @@ class SegmentTilings:
         candidates: Sequence[CheckpointCandidate],
         estimates: dict[Grid, TilingEstimate],
     ) -> None:
-        batch = traced.batch
+        self.segment = segment
+        self.grids = thinned(auto_grids(traced.analysis, segment, traced.batch, halo is Halo.CARRY), GRID_GROWTH)
+        self.candidates = candidates
         self._traced = traced
         self._blocks = blocks
         self._halo = halo
-        self._one_loop = segment.one_loop
         self._planner = planner_for(traced.analysis, segment, halo)
-        self.grids = thinned(auto_grids(traced.analysis, segment, batch, halo is Halo.CARRY), GRID_GROWTH)
-        self._exit_bytes = sum(map(traced.resident_bytes, segment.exits))
-        images = (*map(loop_operand, segment.grad_entries), *segment.grad_exits)
-        self._gradient_bytes = sum(map(traced.resident_bytes, images))
-        self._gradient_bytes += sum(tensor.num_bytes(batch) for tensor in segment.reductions)
-        self._choices: dict[Grid, BlockChoice] = {}
         self._estimates = estimates
-        self.candidates = candidates
-        sizes = (traced.resident_bytes(candidate.tensor) for candidate in candidates)
+        self._coarsenings: tuple[int, ...] = FORWARD_COARSENING  # A ratio that is too large for few tiles is so for more.
+        sizes = (candidate.tensor.num_bytes(traced.batch) for candidate in candidates)
         self._checkpoint_bytes = list(itertools.accumulate(sizes, initial=0))
         short = len(segment.forward) + len(segment.backward) <= MAX_OPS_ALL_PLANNED
         self._stride = 1 if short else PLANNED_STRIDE
 
-    def fitting(self, budget: int) -> Iterator[BlockChoice]:
-        """Yield the fewest tiles that fit without checkpoints, and with one candidate after the other checkpointed.
-
-        Where more tiles are faster, these are yielded.
-        """
-        for count, num_bytes in enumerate(self._checkpoint_bytes):
-            grid = self._coarsest_fitting(budget - num_bytes)
-            if grid is None:
-                return
-            grid = fastest(self.grids, grid, functools.partial(self._seconds, count))
-            yield self.with_checkpoints(self.choice(grid), count)
-
-    def _seconds(self, count: int, grid: Grid) -> tuple[float, float]:
-        """Return the time in a grid with `count` checkpoints, and a lower bound for it and all later grids."""
-        return self.with_checkpoints(self.choice(grid), count).seconds, self._estimate(grid).least[count]
-
-    def least_seconds(self, budget: int) -> float:
-        """Return a lower bound of the time in any number of tiles, with as many checkpoints as fit."""
-        available = budget - self.choice(self.grids[0]).saved_bytes
-        count = sum(num_bytes <= available for num_bytes in self._checkpoint_bytes[1:])
-        return self._planned(self.grids[0]).least[count]
-
     def with_checkpoints(self, choice: BlockChoice, count: int) -> BlockChoice:
-        """Return a choice with the first `count` candidates checkpointed."""
+        """Return a choice with the first `count` candidates checkpointed, and their bytes saved."""
         assert choice.grid is not None
         return dataclasses.replace(
             choice,
@@ -321,39 +290,26 @@ class SegmentTilings:
             checkpoints=frozenset(candidate.tensor for candidate in self.candidates[:count]),
         )
 
-    def _coarsest_fitting(self, budget: int) -> Grid | None:
-        """Return the fewest tiles that fit.
-
-        The grids are tried from few tiles to many, which take longer to plan. With more tiles an iteration needs less
-        and the borders between tiles need more, so that their sum falls first and rises then.
-        """
-        lowest = math.inf
-        for grid in self.grids:
-            choice = self.choice(grid)
-            if choice.fits(budget):
-                return grid
-            split_bytes = choice.saved_bytes + choice.working_bytes - self._exit_bytes - self._gradient_bytes
-            if choice.saved_bytes > budget or split_bytes > MAX_SPLIT_BYTES_GROWTH * lowest:
-                return None
-            lowest = min(lowest, split_bytes)
-        return None
-
     def choice(self, grid: Grid) -> BlockChoice:
-        if grid not in self._choices:
-            estimate = self._estimate(grid)
-            first, last = self._blocks
-            self._choices[grid] = BlockChoice(
-                first=first,
-                last=last,
-                grid=grid,
-                forward_grid=_coarser(grid, estimate.coarsening),
-                halo=self._halo,
-                one_loop=self._one_loop,
-                saved_bytes=self._exit_bytes + math.ceil(estimate.saved_bytes),
-                working_bytes=math.ceil(estimate.iteration_bytes) + self._gradient_bytes,
-                seconds=estimate.seconds,
-            )
-        return self._choices[grid]
+        """Return the segment in a grid: the saved bytes are those of rows, and the working bytes of an iteration."""
+        estimate = self._estimate(grid)
+        first, last = self._blocks
+        return BlockChoice(
+            first=first,
+            last=last,
+            grid=grid,
+            forward_grid=_coarser(grid, estimate.coarsening),
+            halo=self._halo,
+            one_loop=self.segment.one_loop,
+            saved_bytes=math.ceil(estimate.saved_bytes),
+            working_bytes=math.ceil(estimate.iteration_bytes),
+            seconds=estimate.seconds,
+        )
+
+    def row_bytes(self, choice: BlockChoice) -> int:
+        """Return the bytes of the rows that one loop of a choice saves for the other."""
+        assert choice.grid is not None
+        return math.ceil(self._estimate(choice.grid).saved_bytes)
 
     def _estimate(self, grid: Grid) -> TilingEstimate:
         """Return the estimate of a planned grid, or interpolate between the two planned ones around it."""
@@ -370,15 +326,11 @@ class SegmentTilings:
         if grid not in self._estimates:
             batch, costs = self._traced.batch, self._traced.costs
             coarsening, loops = self._loops(grid)
-            saved_bytes = sum(self._traced.resident_bytes(save.saved) for loop in loops for save in loop.saves)
-            savings = [self._saving(costs, loops[-1], candidate) for candidate in self.candidates]
-            least_savings = [self._saving(costs.lower_bound, loops[-1], candidate) for candidate in self.candidates]
-            seconds, least = (sum_in_order(map(model.tile_loop, loops)) for model in (costs, costs.lower_bound))
-            bounds = itertools.accumulate(least_savings, operator.sub, initial=least)
-            iteration_bytes = self._traced.loop_memory.peak_bytes(loops[-1], batch)
-            self._estimates[grid] = TilingEstimate(
-                iteration_bytes, saved_bytes, seconds, coarsening, tuple(savings), tuple(bounds)
-            )
+            saved_bytes = sum(save.saved.num_bytes(batch) for loop in loops for save in loop.saves)
+            savings = tuple(self._saving(costs, loops[-1], candidate) for candidate in self.candidates)
+            seconds = sum_in_order(map(costs.tile_loop, loops))
+            iteration_bytes = self._traced.loop_memory.allocated_bytes(loops[-1], batch)
+            self._estimates[grid] = TilingEstimate(iteration_bytes, saved_bytes, seconds, coarsening, savings)
         return self._estimates[grid]
 
     def _saving(self, costs: CostModel, backward: TileLoop, candidate: CheckpointCandidate) -> float:
@@ -392,13 +344,14 @@ class SegmentTilings:
         Each tile costs halos, and one more read of the weights.
         """
         memory, batch = self._traced.loop_memory, self._traced.batch
-        for coarsening in FORWARD_COARSENING:
+        for coarsening in self._coarsenings:
             forward = _coarser(grid, coarsening)
             loops = self._planner.tile_loops(forward, grid)
             if forward == grid or len(loops) == 1:
                 break
-            if memory.peak_bytes(loops[0], batch) <= memory.peak_bytes(loops[-1], batch):
+            if memory.allocated_bytes(loops[0], batch) <= memory.allocated_bytes(loops[-1], batch):
                 break
+        self._coarsenings = self._coarsenings[self._coarsenings.index(coarsening) :]
         return coarsening, loops
 
 

@@ -23,9 +23,9 @@ from rewriters.tiling.row_planner import RowBarrierPlanner
 from rewriters.tiling.segment import Segment
 from rewriters.tiling.tile_grids import loop_grids
 from rewriters.tiling.tile_planner import Grid, Halo
-from tflms_sft._planner.block_search import rung, target_bytes
-from tflms_sft._planner.segment_tilings import LoopEstimate, LoopEstimates, fastest_fitting
-from tflms_sft._planner.traced_step import Candidate, TracedStep, bytes_beside_iterations, least_peak, predict
+from tflms_sft._search.block_search import rung, target_bytes
+from tflms_sft._search.segment_tilings import LoopEstimate, LoopEstimates, fastest_fitting
+from tflms_sft._search.traced_step import Candidate, TracedStep, bytes_beside_iterations, least_peak, predict
 
 MIN_ITERATION_FRACTION = 1 / 32
 """Bytes of the smallest iterations that are tried, over those of the largest tensor that a loop writes."""
@@ -334,6 +334,8 @@ class BarrierSearch:
     Attributes:
         left: Ops that cannot be tiled, with reasons.
     """
+
+    weighs_files = False
 
     def __init__(self, traced: TracedStep, barriers: Barriers) -> None:
         self._traced = traced

@@ -23,11 +23,15 @@ from rewriters.estimates.op_cost import NOMINAL, CostModel, MachineRates, sum_in
 from rewriters.ir import tf_internals
 from rewriters.ir.device_model import DeviceModel
 from rewriters.ir.graph import Graph, Node, Tensor
+from rewriters.scheduling.memory_order import MemoryOrder, in_memory_order
 from rewriters.tiling.segment import Segment
 from rewriters.tiling.tile_planner import TileLoop
 from tflms_sft._machine.memory_info import exceeds_page_cache
 from tflms_sft._trace.layer_names import LayerRecord, display_names
 from tflms_sft._trace.step_tracing import arguments_of
+
+MIN_ORDERED_BYTES = 2**18
+"""Bytes of a result from which on an op is large in a `MemoryOrder`."""
 
 MAX_SKELETONS = 8
 """Traces of skeletons that are cached, of about a megabyte each."""
@@ -43,11 +47,15 @@ class Candidate:
         plans: Segments to tile.
         peak: Predicted peak.
         time_ratio: Predicted time over that of the original step.
+        files: Rule that selects the results of loops that lie in files, if any.
+        order: Control edges of the step in tiles.
     """
 
     plans: list[SegmentPlan]
     peak: Peak
     time_ratio: float
+    files: FileBuffers | None = None
+    order: MemoryOrder = MemoryOrder.EXECUTOR
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +76,7 @@ class TracedStep:
         excess_bytes: Measured less predicted peak of an earlier plan, which the limit of all plans is reduced by.
         in_used_process: Whether much other memory had been in use in the process before the earlier plan ran.
         files: Rule that selects the results of tile loops that lie in files; `None` to hold all in memory.
+        order: Control edges of the step in tiles.
         mode: Mode of canonicalization.
         found: Called with the time, over that of the original step, of each plan that a search finds within the budget.
         models: Models of memory and time. A copy shares them unless it differs in what they depend on.
@@ -85,6 +94,7 @@ class TracedStep:
     excess_bytes: int = 0
     in_used_process: bool = False
     files: FileBuffers | None = None
+    order: MemoryOrder = MemoryOrder.EXECUTOR
     mode: CanonicalMode = CanonicalMode.TILING
     found: Callable[[float], None] | None = dataclasses.field(default=None, repr=False)
     models: StepModels = dataclasses.field(default=None, repr=False)  # type: ignore[assignment]
@@ -279,7 +289,8 @@ def _static_batch(concrete_fn: Any) -> int | None:
 
 def predict(traced: TracedStep, plans: list[SegmentPlan], *, limit: int | None = None) -> Candidate:
     """Return a plan with its prediction; `limit` is that of `predicted_peak`."""
-    return Candidate(plans, predicted_peak(traced, plans, limit=limit), time_ratio(traced, plans))
+    peak = predicted_peak(traced, plans, limit=limit)
+    return Candidate(plans, peak, time_ratio(traced, plans), traced.files, traced.order)
 
 
 def predicted_peak(
@@ -344,14 +355,45 @@ def op_times(
 def _skeleton_trace(traced: TracedStep, plans: list[SegmentPlan]) -> tuple[AllocationTrace, dict[tuple[str, str], str]]:
     """Return the trace of a skeleton, and names of its loops; plans that differ in the number of tiles share it."""
     skeletons = traced.models.skeletons
-    key = tuple((plan.segment, tuple(_borders(plan.segment, tile_loop) for tile_loop in plan.loops)) for plan in plans)
+    borders = ((plan.segment, tuple(_borders(plan.segment, tile_loop) for tile_loop in plan.loops)) for plan in plans)
+    key = (traced.order, *borders)
     if key not in skeletons:
         while len(skeletons) >= MAX_SKELETONS:
             del skeletons[next(iter(skeletons))]
-        graph = tile_skeleton(traced.analysis, plans, traced.files) if plans else traced.analysis.graph
+        graph = skeleton(traced, plans) if plans else traced.analysis.graph
         loops = loop_nodes(graph)
         skeletons[key] = graph_schedule(graph, set(loops.values()), traced.batch, traced.variables), loops
     return skeletons[key]
+
+
+def skeleton(traced: TracedStep, plans: list[SegmentPlan]) -> Graph:
+    """Return the graph of a step in tiles, with loops that have no bodies."""
+    return in_order(traced, tile_skeleton(traced.analysis, plans, traced.files))
+
+
+def in_order(traced: TracedStep, graph: Graph) -> Graph:
+    """Return the graph of a step in tiles with the control edges of the step's order."""
+    if traced.order is MemoryOrder.EXECUTOR:
+        return graph
+    scopes = backward_scopes(graph)
+    analysis = GraphAnalysis(graph, scopes, traced.forward)
+    return in_memory_order(analysis, MIN_ORDERED_BYTES, traced.batch, scopes, traced.forward, order=traced.order).graph
+
+
+def backward_scopes(graph: Graph, scopes: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the scopes of ops that are backward: the given ones, and those of backward loops with their buffers."""
+    loops = (name for (_, phase), name in loop_nodes(graph).items() if phase.startswith("backward"))
+    return (*scopes, *(name.rpartition("/")[0] for name in loops))
+
+
+def original_allocations(traced: TracedStep) -> AllocationTrace:
+    """Return the allocations of the original step, without those of iterations of its loops."""
+    return _skeleton_trace(traced, [])[0]
+
+
+def tile_loop_names(traced: TracedStep, plans: list[SegmentPlan]) -> dict[tuple[str, str], str]:
+    """Return the names of the tile loops in a rewritten graph, by segment and loop."""
+    return _skeleton_trace(traced, plans)[1]
 
 
 def _borders(segment: Segment, tile_loop: TileLoop) -> Hashable:

@@ -29,9 +29,9 @@ from rewriters.tiling.one_loop import with_final_sums
 from rewriters.tiling.segment import Segment
 from rewriters.tiling.tile_grids import auto_grids, thinned
 from rewriters.tiling.tile_planner import Grid, Halo, TileLoop
-from tflms_sft._planner.block_search import BlockChoice, BlockOptions, ComponentBlocks, select_cuts
-from tflms_sft._planner.segment_tilings import LoopEstimate, LoopEstimates, fastest_fitting
-from tflms_sft._planner.traced_step import TracedStep
+from tflms_sft._search.block_search import BlockChoice, BlockOptions, ComponentBlocks, select_cuts
+from tflms_sft._search.segment_tilings import LoopEstimate, LoopEstimates, fastest_fitting
+from tflms_sft._search.traced_step import TracedStep
 
 MAX_CUTS = 6
 """Most positions between the ends of a component where a segment may begin or end."""

@@ -7,21 +7,15 @@ of the whole rewritten step agrees, so a search tries several targets for the ch
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import functools
 from collections.abc import Sequence
 
-from rewriters.emission.tile_pass import SegmentPlan, plan_segment
-from rewriters.errors import NotTileableError
-from rewriters.ir.graph import Node
-from rewriters.tiling.ft_segments import SkippedOps, TileableComponent, find_components, try_segment
-from rewriters.tiling.one_loop import in_one_loop, with_final_sums
-from rewriters.tiling.tile_planner import Halo
-from tflms_sft._planner.block_search import BlockChoice, ComponentBlocks, fastest_path, rung, target_bytes
-from tflms_sft._planner.inference_blocks import InferenceBlocks, LiveTensors
-from tflms_sft._planner.segment_tilings import LoopEstimates
-from tflms_sft._planner.traced_step import Candidate, TracedStep, predict
-from tflms_sft._planner.training_blocks import TrainingBlocks
+from rewriters.tiling.ft_segments import SkippedOps, find_components
+from tflms_sft._search.block_search import BlockChoice, ComponentBlocks, fastest_path, rung, target_bytes
+from tflms_sft._search.inference_blocks import InferenceBlocks, LiveTensors
+from tflms_sft._search.segment_plans import segment_plans
+from tflms_sft._search.segment_tilings import LoopEstimates
+from tflms_sft._search.traced_step import Candidate, TracedStep, predict
 
 MAX_LOWER_ROUNDS = 4
 """Attempts to go below the smallest plan of a training step, before an error names it."""
@@ -48,6 +42,8 @@ class ChainSearch:
     Attributes:
         left: Ops that cannot be tiled, with reasons.
     """
+
+    weighs_files = False
 
     def __init__(self, traced: TracedStep, chains: Sequence[ComponentBlocks], left: list[SkippedOps]) -> None:
         self.left = left
@@ -89,7 +85,7 @@ class ChainSearch:
             return self._traced.plain
         if segmentation not in modelled:
             choices = [(self._chains[n].component, choice) for n, choice in segmentation]
-            plans = segment_plans(self._traced, choices)
+            plans = [plan for plan in segment_plans(self._traced, choices) if plan is not None]
             modelled[segmentation] = predict(self._traced, plans, limit=limit)
         return modelled[segmentation]
 
@@ -104,58 +100,6 @@ class ChainSearch:
             available -= path.saved_bytes
             tiled += [(number, choice) for choice in path.choices if choice.grid is not None]
         return tuple(tiled)
-
-
-class TrainingSearch(ChainSearch):
-    """Tile plans of one training step without barriers."""
-
-    def __init__(self, traced: TracedStep) -> None:
-        components, left = find_components(traced.analysis)
-        super().__init__(traced, [TrainingBlocks(traced, component) for component in components], left)
-
-    def fastest_within(self, limit: int) -> Candidate | None:
-        """Return the fastest plan found whose step stays within `limit` bytes."""
-        if not self._chains:
-            return None
-        best = self._highest_target(limit)
-        if best is None and self.smallest.peak.peak_bytes <= limit:
-            return self.smallest
-        return best
-
-    def _highest_target(self, limit: int) -> Candidate | None:
-        """Return the plan for the highest target found that fits.
-
-        The chains' sums may be too low or too high. Bisection over the ladder ends where the model of the whole step
-        accepts one target and rejects the next. With a higher limit it tries the same targets until one fits that did
-        not before, so that its result aims no lower.
-        """
-        low, high = rung(self._traced.held_bytes), self._highest + 1
-        modelled: dict[Segmentation, Candidate] = {}
-        best: Candidate | None = None
-        while high - low > 1:
-            middle = (low + high) // 2
-            candidate = self._candidate(target_bytes(middle), modelled, limit)
-            if candidate is not None and candidate.peak.peak_bytes > limit:
-                high = middle
-            else:
-                low, best = middle, candidate
-        return best
-
-    @functools.cached_property
-    def smallest(self) -> Candidate:
-        """Plan with the lowest peak found: of those for the lowest targets, and then below."""
-        modelled: dict[Segmentation, Candidate] = {}
-        for step in range(self._lowest, self._highest, RUNGS_BETWEEN_SMALLEST):
-            candidate = self._candidate(target_bytes(step), modelled)
-            if candidate is self._traced.plain or len(modelled) == SMALLEST_TRAINING_PLANS:
-                break
-        smallest = min([*modelled.values(), self._traced.plain], key=_peak_bytes)
-        for _ in range(MAX_LOWER_ROUNDS if self._chains else 0):
-            lower = self._highest_target(int(smallest.peak.peak_bytes * LOWER_RATIO))
-            if lower is None:
-                break
-            smallest = lower
-        return smallest
 
 
 class InferenceSearch(ChainSearch):
@@ -195,26 +139,3 @@ class InferenceSearch(ChainSearch):
 
 def _peak_bytes(candidate: Candidate) -> int:
     return candidate.peak.peak_bytes
-
-
-def segment_plans(traced: TracedStep, choices: Sequence[tuple[TileableComponent, BlockChoice]]) -> list[SegmentPlan]:
-    """Plan the loops of all choices that tile, each with its component."""
-    backward_ops: set[Node] = set()
-    plans = []
-    for number, (component, choice) in enumerate(choices, 1):
-        positions = range(choice.first, choice.last)
-        try:
-            segment = try_segment(traced.analysis, component, positions, backward_ops, f"segment{number}")
-        except NotTileableError:
-            continue  # A neighbour took its backward ops. It stays untiled, and is modelled so.
-        if choice.one_loop:
-            segment = in_one_loop(traced.analysis, segment, backward_ops) or segment
-        elif not segment.backward and choice.halo is Halo.RECOMPUTE and choice.last == len(component.nodes):
-            segment = with_final_sums(traced.analysis, segment)
-        backward_ops.update(segment.backward)
-        segment = dataclasses.replace(segment, stored=choice.checkpoints - set(segment.exits))
-        assert choice.grid is not None
-        plans.append(
-            plan_segment(traced.analysis, segment, choice.forward_grid or choice.grid, choice.grid, choice.halo)
-        )
-    return plans

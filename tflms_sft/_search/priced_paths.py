@@ -1,0 +1,461 @@
+"""Fastest plan within a memory limit: a shortest path whose bytes have a price at each moment of the step.
+
+A plan is a path over frontiers, at which tensors are saved. An edge is a stretch of the step between two frontiers. A
+stretch has several ways to run, and each tensor that it saves has several homes. A way or a home takes seconds, and
+bytes at some of the moments of the step. The sum of bytes has to stay within a limit at every moment.
+
+Lagrange multipliers turn the limits into prices, in seconds for each byte and moment (H. Everett, "Generalized Lagrange
+Multiplier Method for Solving Problems of Optimum Allocation of Resources", 1963). At fixed prices every stretch and
+every tensor chooses on its own, and a shortest path chooses the frontiers. Its cost, less the price of the whole limit,
+is a lower bound of the time of every plan that fits. Prices rise where the path exceeds the limit, and fall where it is
+below (M. Held and R. M. Karp, "The Traveling-Salesman Problem and Minimum Spanning Trees: Part II", 1971). The length
+of a step is that of B. T. Polyak, "Minimization of Unsmooth Functionals", 1969, equation 6.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+MAX_ROUNDS = 120
+"""Rounds of prices for one limit."""
+
+PATIENCE = 6
+"""Rounds without a higher bound after which the step length is halved."""
+
+SMALL_GAP = 0.005
+"""Distance of plan and bound, over the bound, at which the search ends."""
+
+ROUNDING = 1e-9
+"""Relative difference below which sums count as equal."""
+
+MAX_REPLACED_STRETCHES = 3
+"""Stretches in a row that an improvement of a plan replaces."""
+
+MIN_REDUCTION = 0.01
+"""Least reduction of the excess over a limit, over the excess, that a repair of a plan takes."""
+
+MAX_PRICE_FACTOR, FACTOR_BISECTIONS = 1e9, 5
+"""Factor of prices up to which a path that fits is sought, and the bisections for the smallest one."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Option:
+    """A way to run a stretch, or a home of a tensor.
+
+    Attributes:
+        seconds: Time that it takes.
+        usage: Bytes at each moment of the step.
+        choice: What it stands for.
+    """
+
+    seconds: float
+    usage: np.ndarray
+    choice: object = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stretch:
+    """Ops between two frontiers.
+
+    Attributes:
+        begin: Number of the frontier before it.
+        end: Number of the frontier after it.
+        ways: Ways to run it.
+        homes: For each tensor that it saves, the homes between its uses.
+    """
+
+    begin: int
+    end: int
+    ways: Sequence[Option]
+    homes: Sequence[Sequence[Option]] = ()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Step:
+    """A stretch as a plan runs it.
+
+    Attributes:
+        stretch: The stretch.
+        options: The chosen way, then the chosen home of each saved tensor.
+    """
+
+    stretch: Stretch
+    options: tuple[Option, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Time of all options."""
+        return sum(option.seconds for option in self.options)
+
+    @property
+    def usage(self) -> np.ndarray:
+        """Bytes of all options at each moment."""
+        return np.sum([option.usage for option in self.options], axis=0)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Path:
+    """A plan.
+
+    Attributes:
+        steps: Stretches from the first frontier to the last.
+        seconds: Time of all of them.
+        usage: Bytes at each moment.
+    """
+
+    steps: tuple[Step, ...]
+    seconds: float
+    usage: np.ndarray
+
+    @classmethod
+    def of(cls, steps: Iterable[Step]) -> Path:
+        """Return the path of some steps."""
+        steps = tuple(steps)
+        return cls(steps, sum(step.seconds for step in steps), np.sum([step.usage for step in steps], axis=0))
+
+    def fits(self, limits: np.ndarray) -> bool:
+        """Return whether the bytes stay within the limits of all moments."""
+        return bool(np.all(self.usage <= (1 + ROUNDING) * limits))
+
+
+@dataclasses.dataclass(frozen=True)
+class Solution:
+    """Result of a search.
+
+    Attributes:
+        path: The fastest plan found that fits; `None` if none was found.
+        bound: Lower bound of the time of every plan that fits.
+        prices: Seconds for each byte at each moment, with which the bound was found.
+    """
+
+    path: Path | None
+    bound: float
+    prices: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class _Picks:
+    """A path by numbers.
+
+    Attributes:
+        stretches: Numbers of its stretches.
+        options: For each stretch, the numbers of the chosen way and homes.
+        seconds: Time of all options.
+        usage: Bytes of all options at each moment.
+    """
+
+    stretches: tuple[int, ...]
+    options: tuple[tuple[int, ...], ...]
+    seconds: float
+    usage: np.ndarray
+
+    def fits(self, limits: np.ndarray) -> bool:
+        """Return whether the bytes stay within the limits of all moments."""
+        return bool(np.all(self.usage <= (1 + ROUNDING) * limits))
+
+
+class PricedPaths:
+    """Plans of one step over given stretches.
+
+    Args:
+        stretches: All stretches; each ends at a later frontier than it begins.
+    """
+
+    def __init__(self, stretches: Sequence[Stretch]) -> None:
+        self.stretches = sorted(stretches, key=lambda stretch: stretch.begin)
+        self._numbers = {id(stretch): number for number, stretch in enumerate(self.stretches)}
+        self._last = max(stretch.end for stretch in stretches)
+        groups = [group for stretch in self.stretches for group in (stretch.ways, *stretch.homes)]
+        self._options = [option for group in groups for option in group]
+        self._seconds = np.array([option.seconds for option in self._options])
+        self._sums = np.array([option.usage for option in self._options], dtype=float)
+        self._usage = self._sums.copy()
+        begins = [0, *itertools.accumulate(len(group) for group in groups)]
+        self._group_begins = np.array(begins[:-1])
+        spans = iter(itertools.pairwise(begins))
+        self._groups = [list(itertools.islice(spans, 1 + len(stretch.homes))) for stretch in self.stretches]
+        self._stretch_begins = np.cumsum([0, *map(len, self._groups)])[:-1]
+        self._from: list[list[int]] = [[] for _ in range(self._last)]
+        for number, stretch in enumerate(self.stretches):
+            self._from[stretch.begin].append(number)
+
+    def correct(self, stretch: Stretch, bytes_at: np.ndarray) -> None:
+        """Add bytes at each moment to all ways of a stretch, in the place of earlier ones.
+
+        Paths found from then on include them in their usage.
+        """
+        (begin, end), *_ = self._groups[self._numbers[id(stretch)]]
+        self._usage[begin:end] = self._sums[begin:end] + bytes_at
+
+    def forget_corrections(self) -> None:
+        """Undo all corrections."""
+        self._usage[:] = self._sums
+
+    def fastest_within(self, limits: np.ndarray, known: Iterable[Path] = ()) -> Solution:
+        """Return the fastest plan found whose bytes stay within the limits.
+
+        Args:
+            limits: Bytes at each moment.
+            known: Plans of other limits; those that fit are candidates.
+        """
+        limits = np.asarray(limits, float)
+        found, bound, prices = self._ascent(limits)
+        paths = [path for path in known if path.fits(limits)]
+        if found is not None:
+            paths.append(self._as_path(found))
+        return Solution(min(paths, key=_rank, default=None), bound, prices)
+
+    def least_usage(self, limits: np.ndarray) -> Path | None:
+        """Return a path that stays within the limits, without regard to its time; `None` if none is found."""
+        picks = self._least_usage(limits)
+        return None if picks is None else self._as_path(picks)
+
+    def _as_path(self, picks: _Picks) -> Path:
+        """Return a path with the options that its numbers stand for."""
+        pairs = zip(picks.stretches, picks.options, strict=True)
+        steps = (Step(self.stretches[number], tuple(self._options[one] for one in chosen)) for number, chosen in pairs)
+        return Path(tuple(steps), picks.seconds, picks.usage)
+
+    def _picks(self, stretches: Iterable[int], options: Iterable[tuple[int, ...]]) -> _Picks:
+        options = tuple(options)
+        flat = list(itertools.chain.from_iterable(options))
+        return _Picks(tuple(stretches), options, float(self._seconds[flat].sum()), self._usage[flat].sum(axis=0))
+
+    # Prices --------------------------------------------------------------------------------------------------
+
+    def _ascent(self, limits: np.ndarray) -> tuple[_Picks | None, float, np.ndarray]:
+        """Raise the lower bound by prices, and improve the paths that they propose.
+
+        Returns:
+            The fastest path found that fits, if any; the bound; and its prices.
+        """
+        prices, top = np.zeros(len(limits)), np.zeros(len(limits))
+        bound, length, stale = -np.inf, 1.0, 0
+        best = self._least_usage(limits)
+        tried = set[tuple[tuple[int, ...], ...]]()
+        for _ in range(MAX_ROUNDS):
+            path = self._cheapest(prices)
+            value = path.seconds + float(prices @ (path.usage - limits))
+            stale = 0 if value > bound else stale + 1
+            if value > bound:
+                bound, top = value, prices
+            for fitting in self._fitting(path, prices, limits):
+                if fitting.options not in tried:
+                    tried.add(fitting.options)
+                    best = min(filter(None, (best, self._improved(fitting, prices, limits))), key=_rank)
+            if best is not None and best.seconds - bound <= SMALL_GAP * abs(bound):
+                break
+            if stale >= PATIENCE:
+                prices, length, stale = top, length / 2, 0
+                continue
+            excess = path.usage - limits
+            excess[(prices == 0) & (excess < 0)] = 0.0
+            squares = float(excess @ excess)
+            if not squares:
+                break
+            target = best.seconds if best is not None else max(2 * abs(bound), 1e-9)
+            prices = np.maximum(prices + length * max(target - value, SMALL_GAP * abs(value)) / squares * excess, 0.0)
+        return best, bound, top
+
+    def _cheapest(self, prices: np.ndarray) -> _Picks:
+        """Return the path with the lowest cost at fixed prices."""
+        return self._shortest(self._seconds + self._usage @ prices)
+
+    def _shortest(self, costs: np.ndarray) -> _Picks:
+        """Return the shortest path if each option has a cost of its own."""
+        cheapest = np.minimum.reduceat(costs, self._group_begins)
+        lengths = np.add.reduceat(cheapest, self._stretch_begins)
+        total, before = np.full(self._last + 1, np.inf), np.full(self._last + 1, -1)
+        total[0] = 0.0
+        for begin, numbers in enumerate(self._from):
+            for number in numbers:
+                end, length = self.stretches[number].end, total[begin] + lengths[number]
+                if length < total[end]:
+                    total[end], before[end] = length, number
+        numbers, end = list[int](), self._last
+        while end > 0:
+            numbers.append(int(before[end]))
+            end = self.stretches[numbers[-1]].begin
+        numbers.reverse()
+        return self._picks(numbers, (self._cheapest_options(number, costs) for number in numbers))
+
+    def _cheapest_options(self, number: int, costs: np.ndarray) -> tuple[int, ...]:
+        """Return the cheapest way of a stretch and the cheapest home of each tensor."""
+        return tuple(begin + int(np.argmin(costs[begin:end])) for begin, end in self._groups[number])
+
+    def _fitting(self, path: _Picks, prices: np.ndarray, limits: np.ndarray) -> Iterator[_Picks]:
+        """Yield the path if it fits, or else the first paths that fit as the prices rise by a common factor."""
+        if path.fits(limits):
+            yield path
+            return
+        low, high, fitting = 1.0, 2.0, None
+        while fitting is None and high < MAX_PRICE_FACTOR and prices.any():
+            dearer = self._cheapest(high * prices)
+            low, high, fitting = (low, high, dearer) if dearer.fits(limits) else (high, 2 * high, None)
+        if fitting is None:
+            return
+        for _ in range(FACTOR_BISECTIONS):
+            middle = (low * high) ** 0.5
+            dearer = self._cheapest(middle * prices)
+            low, high, fitting = (low, middle, dearer) if dearer.fits(limits) else (middle, high, fitting)
+        yield fitting
+
+    def _least_usage(self, limits: np.ndarray) -> _Picks | None:
+        """Return a path that fits, found by a growing weight of moments that exceed the limit; `None` if none is found.
+
+        The weights multiply, so that the worst moment dominates after some rounds (S. A. Plotkin, D. B. Shmoys and
+        E. Tardos, "Fast Approximation Algorithms for Fractional Packing and Covering Problems", 1995).
+        """
+        scaled = self._usage / np.maximum(limits, 1.0)
+        weights = np.full(len(limits), 1.0 / len(limits))
+        for _ in range(MAX_ROUNDS):
+            path = self._shortest(scaled @ weights)
+            if path.fits(limits):
+                return path
+            load = path.usage / np.maximum(limits, 1.0)
+            weights = weights * np.exp2(load / load.max())
+            weights /= weights.sum()
+        return None
+
+    # Improvement ---------------------------------------------------------------------------------------------
+
+    def near(self, path: Path, limits: np.ndarray, prices: np.ndarray) -> Path:
+        """Return a path within the limits that differs little from another one; the nearest found if none fits.
+
+        Args:
+            path: A path of these stretches.
+            limits: Bytes at each moment.
+            prices: Seconds for each byte at each moment, which tell the worth of other bytes.
+        """
+        stretches = [self._numbers[id(step.stretch)] for step in path.steps]
+        options = [
+            tuple(
+                begin + next(i for i, option in enumerate(group) if option is chosen)
+                for (begin, _), group, chosen in zip(
+                    self._groups[one], (step.stretch.ways, *step.stretch.homes), step.options, strict=True
+                )
+            )
+            for one, step in zip(stretches, path.steps, strict=True)
+        ]
+        start = self._picks(stretches, options)
+        picks = self._repaired(start, prices, limits, same_stretches=True)
+        if not picks.fits(limits):
+            picks = self._repaired(start, prices, limits)
+        if picks.fits(limits):
+            picks = self._improved(picks, prices, limits, same_stretches=True)
+        return self._as_path(picks)
+
+    def _repaired(
+        self, path: _Picks, prices: np.ndarray, limits: np.ndarray, *, same_stretches: bool = False
+    ) -> _Picks:
+        """Return a path after replacements that reduce its excess, each by the most bytes for its time."""
+        costs = self._seconds + self._usage @ prices
+        while not path.fits(limits):
+            excess = _excess(path.usage, limits)
+
+            def seconds_per_byte(other: _Picks, path: _Picks = path, excess: float = excess) -> float:
+                return (other.seconds - path.seconds) / (excess - _excess(other.usage, limits))
+
+            others = (
+                one
+                for one in self._others(path, costs, limits, same_stretches=same_stretches)
+                if _excess(one.usage, limits) < (1 - MIN_REDUCTION) * excess
+            )
+            best = min(others, key=seconds_per_byte, default=None)
+            if best is None:
+                return path
+            path = best
+        return path
+
+    def _others(self, path: _Picks, costs: np.ndarray, limits: np.ndarray, *, same_stretches: bool) -> Iterator[_Picks]:
+        """Yield the paths with another option, and those with other stretches for a few in a row."""
+        for position, chosen in enumerate(path.options):
+            number = path.stretches[position]
+            for group, (begin, end) in enumerate(self._groups[number]):
+                for option in range(begin, end):
+                    if option != chosen[group]:
+                        options = (*chosen[:group], option, *chosen[group + 1 :])
+                        yield self._replaced(path, position, position + 1, [number], [options])
+        yield from self._neighbours(path, costs, limits, same_stretches=same_stretches)
+
+    def _improved(
+        self, path: _Picks, prices: np.ndarray, limits: np.ndarray, *, same_stretches: bool = False
+    ) -> _Picks:
+        """Return a path that fits after all replacements that make it faster and fit."""
+        costs = self._seconds + self._usage @ prices
+        while True:
+            others = self._neighbours(path, costs, limits, same_stretches=same_stretches)
+            fits = (one for one in others if one.fits(limits))
+            best = min((path, *fits), key=_rank)
+            if best.seconds >= (1 - ROUNDING) * path.seconds:
+                return path
+            path = best
+
+    def _neighbours(
+        self, path: _Picks, costs: np.ndarray, limits: np.ndarray, *, same_stretches: bool
+    ) -> Iterator[_Picks]:
+        """Yield faster paths with another option, or with one or two other stretches for a few in a row.
+
+        Of a replaced group the fastest option that fits beside all others is taken, and the cheapest one of the others.
+        """
+        for position, chosen in enumerate(path.options):
+            number = path.stretches[position]
+            for options in self._filled(number, chosen, limits - path.usage):
+                yield self._replaced(path, position, position + 1, [number], [options])
+        if same_stretches:
+            return
+        for first in range(len(path.stretches)):
+            for last in range(first + 1, min(first + MAX_REPLACED_STRETCHES, len(path.stretches)) + 1):
+                old = self._picks(path.stretches[first:last], path.options[first:last])
+                ends = self.stretches[path.stretches[first]].begin, self.stretches[path.stretches[last - 1]].end
+                for numbers in self._between(*ends):
+                    if numbers == list(old.stretches):
+                        continue
+                    new = [self._cheapest_options(number, costs) for number in numbers]
+                    room = limits - path.usage + old.usage - self._picks(numbers, new).usage
+                    yield self._replaced(path, first, last, numbers, new)
+                    for one, number in enumerate(numbers):
+                        for options in self._filled(number, new[one], room):
+                            yield self._replaced(path, first, last, numbers, [*new[:one], options, *new[one + 1 :]])
+
+    def _filled(self, number: int, chosen: tuple[int, ...], room: np.ndarray) -> Iterator[tuple[int, ...]]:
+        """Yield the options of a stretch with one exchanged for the fastest that needs at most `room` bytes more."""
+        for group, (begin, end) in enumerate(self._groups[number]):
+            if end - begin > 1:
+                fits = np.all(self._usage[begin:end] <= room + self._usage[chosen[group]] + 1.0, axis=1)
+                seconds = np.where(fits, self._seconds[begin:end], np.inf)
+                fastest = begin + int(np.argmin(seconds))
+                if seconds[fastest - begin] < np.inf and fastest != chosen[group]:
+                    yield (*chosen[:group], fastest, *chosen[group + 1 :])
+
+    def _between(self, begin: int, end: int) -> Iterator[list[int]]:
+        """Yield the stretches between two frontiers, and the pairs of stretches that meet in between."""
+        for first in self._from[begin]:
+            middle = self.stretches[first].end
+            if middle == end:
+                yield [first]
+            elif middle < end:
+                yield from ([first, second] for second in self._from[middle] if self.stretches[second].end == end)
+
+    def _replaced(
+        self, path: _Picks, first: int, last: int, numbers: Sequence[int], options: Sequence[tuple[int, ...]]
+    ) -> _Picks:
+        """Return a path with other stretches at the positions from `first` up to `last`."""
+        return self._picks(
+            (*path.stretches[:first], *numbers, *path.stretches[last:]),
+            (*path.options[:first], *options, *path.options[last:]),
+        )
+
+
+def _rank(path: Path | _Picks) -> tuple[float, float]:
+    """Return a sort key: faster first, and among equals the one that needs less memory."""
+    return path.seconds, float(path.usage.max())
+
+
+def _excess(usage: np.ndarray, limits: np.ndarray) -> float:
+    """Return the sum of the bytes above the limits."""
+    return float(np.maximum(usage - limits, 0.0).sum())

@@ -1,0 +1,201 @@
+"""Tile plans of a training step without barriers by prices on memory.
+
+The paths of `priced_paths.py` count sums of estimates. The memory model of the whole step knows more: fragmentation,
+updates of weights that wait, temporary results. So a search proposes the fastest paths for limits of decreasing size,
+and moves each until the model accepts it: the bytes that the sums lack correct the stretches of a path, each at its own
+moments, and a path near it is sought within the limit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from rewriters.emission.tile_pass import SegmentPlan
+from rewriters.scheduling.memory_order import MemoryOrder
+from rewriters.tiling.ft_segments import find_components
+from tflms_sft._search.priced_paths import Path, PricedPaths, Solution
+from tflms_sft._search.traced_step import Candidate, TracedStep, predict, tile_loop_names
+from tflms_sft._search.training_blocks import TrainingBlocks
+from tflms_sft._search.training_stretches import TrainingStretches
+
+SMALLER_SUMS, LARGER_SUMS = (0.9, 0.8, 0.7, 0.6), (1.1, 1.2, 1.35)
+"""Limits of the sums, over the limit of the step, for which paths are proposed; larger ones where no sums meet it."""
+
+MAX_MOVES = 8
+"""Corrections of a proposed path."""
+
+MAX_PATHS = 4
+"""Paths that are modelled for a limit before any is moved; each corrects the sums of the next."""
+
+MARGIN = 0.02
+"""Fraction of the limit by which it is lowered if a move leads back to a path that does not fit."""
+
+LOWER_RATIO, MAX_LOWER_ROUNDS = 0.96, 12
+"""Limit of an attempt to go below the smallest plan so far, over its peak; and attempts."""
+
+SUM_BISECTIONS = 10
+"""Bisections for the smallest limit that the sums of a path meet."""
+
+
+class PricedSearch:
+    """Tile plans of one training step without barriers (`TileSearch`).
+
+    Attributes:
+        left: Ops that cannot be tiled, with reasons.
+    """
+
+    weighs_files = True
+
+    def __init__(self, traced: TracedStep) -> None:
+        components, self.left = find_components(traced.analysis)
+        self._traced = traced
+        self._chains = [TrainingBlocks(traced, component) for component in components]
+        self._paths: dict[tuple[int, ...], Candidate] = {}
+        self._searched: dict[int, Candidate | None] = {}
+
+    @functools.cached_property
+    def _stretches(self) -> TrainingStretches:
+        return TrainingStretches(self._traced, self._chains)
+
+    @functools.cached_property
+    def _priced(self) -> PricedPaths:
+        return PricedPaths(self._stretches.stretches)
+
+    def may_fit_with_swaps(self, limit: int) -> bool:
+        """Return true: this search has no lower bound of the memory with swaps."""
+        return True
+
+    def least_seconds(self, limit: int) -> float:
+        """Return 0: the bound of the sums is none of the memory model."""
+        return 0.0
+
+    def proposed(self, target: int) -> Candidate | None:
+        """Return the plan for a target, whether its step meets it or not."""
+        return (self.fastest_within(target) or self.smallest) if self._chains else None
+
+    def fastest_within(self, limit: int) -> Candidate | None:
+        """Return the fastest plan found whose step stays within `limit` bytes; plans of other limits count."""
+        if self._chains and limit not in self._searched:
+            self._search(limit)
+            self._searched[limit] = self._best(limit)
+        return self._best(limit)
+
+    def _best(self, limit: int) -> Candidate | None:
+        """Return the fastest plan so far within a limit."""
+        candidates = (one for one in (self._traced.plain, *self._paths.values()) if one.peak.peak_bytes <= limit)
+        return min(candidates, key=_rank, default=None)
+
+    @functools.cached_property
+    def smallest(self) -> Candidate:
+        """Plan with the lowest peak found, equal after any search."""
+        if not self._chains:
+            return self._traced.plain
+        before, self._paths = self._paths, {}
+        smallest = self._find_smallest()
+        self._paths |= before
+        return smallest
+
+    def _find_smallest(self) -> Candidate:
+        low, high = 0.0, float(max(self._traced.plain.peak.peak_bytes - self._traced.held_bytes, 1))
+        for _ in range(SUM_BISECTIONS):
+            middle = (low + high) / 2
+            path = self._priced.least_usage(np.full(self._stretches.moments.count, middle))
+            low, high = (middle, high) if path is None else (low, middle)
+        self._move_within(int(high) + self._traced.held_bytes, high)
+        for _ in range(MAX_LOWER_ROUNDS):
+            smallest = min((self._traced.plain, *self._paths.values()), key=_peak_bytes)
+            self._search(int(LOWER_RATIO * smallest.peak.peak_bytes))
+            if smallest is min((smallest, *self._paths.values()), key=_peak_bytes):
+                break
+        return smallest
+
+    # Search ---------------------------------------------------------------------------------------------------
+
+    def _search(self, limit: int) -> None:
+        """Model paths until no smaller sums of bytes promise a faster plan."""
+        available = limit - self._traced.held_bytes
+        if available <= 0:
+            return
+        self._priced.forget_corrections()
+        for _ in range(MAX_PATHS):
+            solution = self._proposed(available)
+            if solution.path is None or _key(solution.path) in self._paths:
+                break
+            self._model(solution.path)
+        has_path = self._move_within(limit, available)
+        for fraction in SMALLER_SUMS if has_path else LARGER_SUMS:
+            if self._move_within(limit, fraction * available) != has_path:
+                return
+
+    def _proposed(self, available: float) -> Solution:
+        """Return the fastest path whose sums, with corrections, are `available` bytes at most."""
+        return self._priced.fastest_within(np.full(self._stretches.moments.count, available))
+
+    def _move_within(self, limit: int, available: float) -> bool:
+        """Move the fastest path within some sum until the step stays within a limit.
+
+        Returns:
+            Whether there is such a path, and it is faster than the best plan within the limit.
+        """
+        self._priced.forget_corrections()
+        solution = self._proposed(available)
+        if solution.path is None:
+            return False
+        best, seconds = self._best(limit), self._stretches.outside_seconds + solution.path.seconds
+        if best is not None and seconds >= best.time_ratio * self._traced.seconds:
+            return False
+        path, margin = solution.path, 0.0
+        for _ in range(MAX_MOVES):
+            if _key(path) not in self._paths:
+                self._model(path)
+            elif self._paths[_key(path)].peak.peak_bytes > limit:
+                margin += MARGIN * limit
+            else:
+                break
+            limits = np.full(self._stretches.moments.count, limit - self._traced.held_bytes - margin)
+            path = self._priced.near(path, limits, solution.prices)
+        return True
+
+    def _model(self, path: Path) -> None:
+        """Model the step of a path, and correct its stretches by the bytes that their sums lack."""
+        traced, stretches = self._traced, self._stretches
+        plans, in_files = stretches.planned(path)
+        if traced.files is not None:
+            files = dataclasses.replace(traced.files, tensors=in_files) if in_files else None
+            traced = dataclasses.replace(traced, files=files)
+        planned = [plan for plan in plans if plan is not None]
+        candidate = _with_least_memory(traced, planned) if planned else self._traced.plain
+        self._paths[_key(path)] = candidate
+        names = tile_loop_names(traced, planned)
+        peaks = stretches.moments.peaks(candidate.peak.timeline, stretches.moments_of_loops(path, plans, names))
+        sums = np.sum([step.usage for step in path.steps], axis=0)
+        lacking = np.nan_to_num(peaks - self._traced.held_bytes - sums)
+        for stretch in (step.stretch for step in path.steps):
+            correction = np.zeros_like(lacking)
+            for moments in (stretches.moments.forward, stretches.moments.backward):
+                own = moments(stretch.begin, stretch.end)
+                correction[own] = lacking[own]
+            self._priced.correct(stretch, correction)
+
+
+def _with_least_memory(traced: TracedStep, plans: list[SegmentPlan]) -> Candidate:
+    """Return the prediction of a step in tiles in the order that needs less memory."""
+    orders = (MemoryOrder.DELAYED, MemoryOrder.SERIAL)
+    return min((predict(dataclasses.replace(traced, order=order), plans) for order in orders), key=_peak_bytes)
+
+
+def _key(path: Path) -> tuple[int, ...]:
+    """Return a key of the options of a path."""
+    return tuple(id(option) for step in path.steps for option in step.options)
+
+
+def _rank(candidate: Candidate) -> tuple[float, int]:
+    """Return a sort key: faster first, and among equals the one that needs less memory."""
+    return candidate.time_ratio, candidate.peak.peak_bytes
+
+
+def _peak_bytes(candidate: Candidate) -> int:
+    return candidate.peak.peak_bytes
