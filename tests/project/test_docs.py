@@ -150,8 +150,8 @@ def test_architecture_picture_shows_the_imports():
 
 
 PICTURES = sorted(path for path in (ROOT / "docs" / "pictures").iterdir() if path.suffix in (".png", ".gif"))
-OF_BENCHMARKS = {path.name for path in PICTURES if path.name.startswith(("benchmark-", "compare_"))}
-"""Pictures that the programs in `benchmarks` draw."""
+OF_OTHER_PROGRAMS = {path.name for path in PICTURES if path.name.startswith(("benchmark-", "compare_", "slide-"))}
+"""Pictures that the programs in `benchmarks` and `examples` draw."""
 
 
 @pytest.mark.parametrize("picture", PICTURES, ids=called)
@@ -177,7 +177,7 @@ def test_pictures_program_draws_every_picture(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in PICTURES} - OF_BENCHMARKS
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in PICTURES} - OF_OTHER_PROGRAMS
 
 
 # Reference ----------------------------------------------------------------------------------------------------------

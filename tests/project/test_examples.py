@@ -240,7 +240,7 @@ def test_example_with_too_small_budget_exits_with_1(capsys):
 def test_invalid_swap_options_are_refused(capsys):
     # Every tensor of so small a network is below the smallest that is swapped.
     line = refusal(unet3d, capsys, *TINY_CUBES, "--lms", "--tier", "disk")
-    assert line.startswith("error: Nothing is swapped: ")
+    assert line.startswith("error: The parameters exclude all ") and "Lower `min_bytes` (1.00 MiB)" in line
 
 
 def test_sizes_that_do_not_fit_the_network_are_refused(scan, labels, capsys):

@@ -210,6 +210,9 @@ def feasible_plans(
     fastest = min((option.seconds for option in options), default=math.inf)
     if params.swap is not False and fastest > slow:
         options += _together(traced, search, swap, limit, fastest)
+    known: list[FeasiblePlan] = traced.once(f"plans {params.swap}", list)  # Those of smaller budgets fit as well.
+    options += [plan for plan in known if plan.peak_bytes <= limit and plan not in options]
+    known += [plan for plan in options if plan not in known]
     return sorted(options, key=lambda option: (max(option.seconds, traced.seconds), option.peak_bytes))
 
 

@@ -140,10 +140,10 @@ class ComponentBlocks(abc.ABC):
     def least_seconds(self, first: int) -> float:
         """Return a lower bound of the time of all blocks from a bound on, tiled or not."""
         if first not in self._least:
-            self._least[first] = self._traced.costs.lower_bound.step(self._ops(first, self.bounds[-1]))
+            self._least[first] = self._traced.costs.lower_bound.step(self.ops(first, self.bounds[-1]))
         return self._least[first]
 
-    def _ops(self, first: int, last: int) -> list[Node]:
+    def ops(self, first: int, last: int) -> list[Node]:
         """Return the ops of blocks, backward ones included."""
         return list(self.component.nodes[first:last])
 

@@ -18,7 +18,8 @@ class StepMoments:
 
     Attributes:
         intervals: Number of intervals between frontiers.
-        of_op: Moment of each op of the original step that belongs to an interval, by name.
+        of_op: Moment of each op of the original step that belongs to an interval and reads images, by name. Others,
+            such as shapes of gradients, may run long before their interval.
     """
 
     intervals: int
@@ -65,7 +66,7 @@ class StepMoments:
         for name, num_bytes in timeline:
             if name in of_loop:
                 now = of_loop[name]
-            elif self.of_op.get(name, -1) >= now.start:
+            elif name in self.of_op:
                 now = slice(self.of_op[name], self.of_op[name] + 1)
             most[now] = np.fmax(most[now], num_bytes)
         return most

@@ -33,11 +33,26 @@ MAX_PATHS = 4
 MARGIN = 0.02
 """Fraction of the limit by which it is lowered if a move leads back to a path that does not fit."""
 
-LOWER_RATIO, MAX_LOWER_ROUNDS = 0.96, 12
+LOWER_RATIO, MAX_LOWER_ROUNDS = 0.95, 8
 """Limit of an attempt to go below the smallest plan so far, over its peak; and attempts."""
 
 SUM_BISECTIONS = 10
 """Bisections for the smallest limit that the sums of a path meet."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelledPath:
+    """A path with the prediction of the whole step. Planned loops are large, and are not kept.
+
+    Attributes:
+        path: The path.
+        time_ratio: Predicted time over that of the original step.
+        peak_bytes: Predicted peak.
+    """
+
+    path: Path
+    time_ratio: float
+    peak_bytes: int
 
 
 class PricedSearch:
@@ -53,8 +68,8 @@ class PricedSearch:
         components, self.left = find_components(traced.analysis)
         self._traced = traced
         self._chains = [TrainingBlocks(traced, component) for component in components]
-        self._paths: dict[tuple[int, ...], Candidate] = {}
-        self._searched: dict[int, Candidate | None] = {}
+        self._paths: dict[tuple[int, ...], ModelledPath] = {}
+        self._searched: set[int] = set()
 
     @functools.cached_property
     def _stretches(self) -> TrainingStretches:
@@ -78,15 +93,17 @@ class PricedSearch:
 
     def fastest_within(self, limit: int) -> Candidate | None:
         """Return the fastest plan found whose step stays within `limit` bytes; plans of other limits count."""
+        if self._traced.plain.peak.peak_bytes <= limit:
+            return self._traced.plain
         if self._chains and limit not in self._searched:
             self._search(limit)
-            self._searched[limit] = self._best(limit)
-        return self._best(limit)
+            self._searched.add(limit)
+        best = self._best(limit)
+        return None if best is None else self._planned(best.path)[0]
 
-    def _best(self, limit: int) -> Candidate | None:
-        """Return the fastest plan so far within a limit."""
-        candidates = (one for one in (self._traced.plain, *self._paths.values()) if one.peak.peak_bytes <= limit)
-        return min(candidates, key=_rank, default=None)
+    def _best(self, limit: int) -> ModelledPath | None:
+        """Return the fastest path so far whose step stays within a limit."""
+        return min((one for one in self._paths.values() if one.peak_bytes <= limit), key=_rank, default=None)
 
     @functools.cached_property
     def smallest(self) -> Candidate:
@@ -96,9 +113,13 @@ class PricedSearch:
         before, self._paths = self._paths, {}
         smallest = self._find_smallest()
         self._paths |= before
-        return smallest
+        plain = self._traced.plain
+        if smallest is None or smallest.peak_bytes >= plain.peak.peak_bytes:
+            return plain
+        return self._planned(smallest.path)[0]
 
-    def _find_smallest(self) -> Candidate:
+    def _find_smallest(self) -> ModelledPath | None:
+        self._priced.forget_corrections()
         low, high = 0.0, float(max(self._traced.plain.peak.peak_bytes - self._traced.held_bytes, 1))
         for _ in range(SUM_BISECTIONS):
             middle = (low + high) / 2
@@ -106,9 +127,14 @@ class PricedSearch:
             low, high = (middle, high) if path is None else (low, middle)
         self._move_within(int(high) + self._traced.held_bytes, high)
         for _ in range(MAX_LOWER_ROUNDS):
-            smallest = min((self._traced.plain, *self._paths.values()), key=_peak_bytes)
-            self._search(int(LOWER_RATIO * smallest.peak.peak_bytes))
-            if smallest is min((smallest, *self._paths.values()), key=_peak_bytes):
+            smallest = min(self._paths.values(), key=_peak_bytes, default=None)
+            if smallest is None:
+                break
+            limit = int(LOWER_RATIO * smallest.peak_bytes)
+            available = limit - self._traced.held_bytes
+            if not self._move_within(limit, available):
+                self._move_within(limit, LARGER_SUMS[1] * available)
+            if smallest is min(self._paths.values(), key=_peak_bytes):
                 break
         return smallest
 
@@ -151,7 +177,7 @@ class PricedSearch:
         for _ in range(MAX_MOVES):
             if _key(path) not in self._paths:
                 self._model(path)
-            elif self._paths[_key(path)].peak.peak_bytes > limit:
+            elif self._paths[_key(path)].peak_bytes > limit:
                 margin += MARGIN * limit
             else:
                 break
@@ -161,16 +187,10 @@ class PricedSearch:
 
     def _model(self, path: Path) -> None:
         """Model the step of a path, and correct its stretches by the bytes that their sums lack."""
-        traced, stretches = self._traced, self._stretches
-        plans, in_files = stretches.planned(path)
-        if traced.files is not None:
-            files = dataclasses.replace(traced.files, tensors=in_files) if in_files else None
-            traced = dataclasses.replace(traced, files=files)
-        planned = [plan for plan in plans if plan is not None]
-        candidate = _with_least_memory(traced, planned) if planned else self._traced.plain
-        self._paths[_key(path)] = candidate
-        names = tile_loop_names(traced, planned)
-        peaks = stretches.moments.peaks(candidate.peak.timeline, stretches.moments_of_loops(path, plans, names))
+        stretches = self._stretches
+        candidate, of_loop = self._planned(path)
+        self._paths[_key(path)] = ModelledPath(path, candidate.time_ratio, candidate.peak.peak_bytes)
+        peaks = stretches.moments.peaks(candidate.peak.timeline, of_loop)
         sums = np.sum([step.usage for step in path.steps], axis=0)
         lacking = np.nan_to_num(peaks - self._traced.held_bytes - sums)
         for stretch in (step.stretch for step in path.steps):
@@ -180,11 +200,25 @@ class PricedSearch:
                 correction[own] = lacking[own]
             self._priced.correct(stretch, correction)
 
+    def _planned(self, path: Path) -> tuple[Candidate, dict[str, slice]]:
+        """Return the plan of a path with its prediction, and the moments of its loops."""
+        traced = self._traced
+        plans, in_files = self._stretches.planned(path)
+        if traced.files is not None:
+            files = dataclasses.replace(traced.files, tensors=in_files) if in_files else None
+            traced = dataclasses.replace(traced, files=files)
+        planned = [plan for plan in plans if plan is not None]
+        if not planned:
+            return traced.plain, {}
+        names = tile_loop_names(traced, planned)
+        return _with_least_memory(traced, planned), self._stretches.moments_of_loops(path, plans, names)
+
 
 def _with_least_memory(traced: TracedStep, plans: list[SegmentPlan]) -> Candidate:
     """Return the prediction of a step in tiles in the order that needs less memory."""
     orders = (MemoryOrder.DELAYED, MemoryOrder.SERIAL)
-    return min((predict(dataclasses.replace(traced, order=order), plans) for order in orders), key=_peak_bytes)
+    candidates = (predict(dataclasses.replace(traced, order=order), plans) for order in orders)
+    return min(candidates, key=lambda candidate: candidate.peak.peak_bytes)
 
 
 def _key(path: Path) -> tuple[int, ...]:
@@ -192,10 +226,10 @@ def _key(path: Path) -> tuple[int, ...]:
     return tuple(id(option) for step in path.steps for option in step.options)
 
 
-def _rank(candidate: Candidate) -> tuple[float, int]:
+def _rank(modelled: ModelledPath) -> tuple[float, int]:
     """Return a sort key: faster first, and among equals the one that needs less memory."""
-    return candidate.time_ratio, candidate.peak.peak_bytes
+    return modelled.time_ratio, modelled.peak_bytes
 
 
-def _peak_bytes(candidate: Candidate) -> int:
-    return candidate.peak.peak_bytes
+def _peak_bytes(modelled: ModelledPath) -> int:
+    return modelled.peak_bytes

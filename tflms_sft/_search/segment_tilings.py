@@ -274,7 +274,9 @@ class SegmentTilings:
         self._halo = halo
         self._planner = planner_for(traced.analysis, segment, halo)
         self._estimates = estimates
-        self._coarsenings: tuple[int, ...] = FORWARD_COARSENING  # A ratio that is too large for few tiles is so for more.
+        self._coarsenings: tuple[int, ...] = (
+            FORWARD_COARSENING  # A ratio that is too large for few tiles is so for more.
+        )
         sizes = (candidate.tensor.num_bytes(traced.batch) for candidate in candidates)
         self._checkpoint_bytes = list(itertools.accumulate(sizes, initial=0))
         short = len(segment.forward) + len(segment.backward) <= MAX_OPS_ALL_PLANNED

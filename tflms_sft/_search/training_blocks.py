@@ -51,8 +51,8 @@ class TrainingBlocks(ComponentBlocks):
         """Return the tilings that a search along the chain may choose."""
         return []
 
-    def _ops(self, first: int, last: int) -> list[Node]:
-        return [*super()._ops(first, last), *self.backward(first, last)]
+    def ops(self, first: int, last: int) -> list[Node]:
+        return [*super().ops(first, last), *self.backward(first, last)]
 
     def untiled(self, first: int, last: int) -> BlockChoice:
         """Return blocks as they are, with the bytes that they save for the backward pass."""
@@ -67,7 +67,7 @@ class TrainingBlocks(ComponentBlocks):
         scratch = max((*map(sum, pairs.values()), *(op_scratch(node, batch, device) for node in nodes)))
         # Two gradients are alive concurrently, and both gradient kernels of a convolution run.
         working_bytes = 2 * max(tensor.num_bytes(batch) for tensor in (*results, *gradients)) + scratch
-        seconds = self._traced.costs.step(self._ops(first, last))
+        seconds = self._traced.costs.step(self.ops(first, last))
         return BlockChoice(
             first=first, last=last, saved_bytes=saved_bytes, working_bytes=working_bytes, seconds=seconds
         )

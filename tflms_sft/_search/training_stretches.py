@@ -19,7 +19,7 @@ from rewriters.device.peak_memory import replay
 from rewriters.emission.file_buffers import MIN_FILE_BYTES
 from rewriters.emission.loop_tensors import loop_operand
 from rewriters.emission.tile_pass import SegmentPlan
-from rewriters.ir.graph import Tensor
+from rewriters.ir.graph import Node, Tensor
 from rewriters.tiling.segment import Segment
 from tflms_sft._search.block_search import BlockChoice
 from tflms_sft._search.moments import StepMoments
@@ -84,8 +84,8 @@ class TrainingStretches:
         for number, component, first, last in self._intervals():
             chain = self._chains[component]
             yield from ((node.name, number) for node in chain.component.nodes[first:last])
-            backward = 2 * self._begins[-1] - 1 - number
-            yield from ((node.name, backward) for node in chain.backward(first, last))
+            backward, is_image = 2 * self._begins[-1] - 1 - number, self._traced.analysis.is_image
+            yield from ((n.name, backward) for n in chain.backward(first, last) if any(map(is_image, n.inputs)))
 
     def _untiled(self) -> Iterator[Stretch]:
         """Yield the intervals as they are; the bytes beside saved tensors are those of the original step."""
@@ -127,7 +127,14 @@ class TrainingStretches:
                     for segment in dict.fromkeys(tiling.segment for tiling in tilings):
                         same = (tiling for tiling in tilings if tiling.segment is segment)
                         ways = [way for tiling in same for way in self._ways(component, tiling, begin, end)]
+                        seconds = self._seconds_beside(segment, chain.ops(chain.bounds[first], chain.bounds[last]))
+                        ways = [dataclasses.replace(way, seconds=way.seconds + seconds) for way in ways]
                         yield Stretch(begin, end, _undominated(ways), self._homes(segment, begin, end))
+
+    def _seconds_beside(self, segment: Segment, ops: Sequence[Node]) -> float:
+        """Return the time of those ops that stay untiled beside a segment, less that of others that it tiles."""
+        tiled, own, costs = {*segment.forward, *segment.backward}, set(ops), self._traced.costs
+        return costs.step(own - tiled) - costs.step(tiled - own)
 
     # Ways ----------------------------------------------------------------------------------------------------
 
