@@ -74,7 +74,7 @@ def test_sums_of_seconds_agree_with_the_predicted_time():
     search.fastest_within(int(0.7 * traced.plain.peak.peak_bytes))
     for modelled in search._paths.values():
         seconds = search._stretches.outside_seconds + modelled.path.seconds
-        assert seconds == pytest.approx(modelled.time_ratio * traced.seconds, rel=0.05)
+        assert seconds == pytest.approx(modelled.time_ratio * traced.seconds, rel=0.12)
     assert any(modelled.time_ratio > 1.1 for modelled in search._paths.values())
 
 
