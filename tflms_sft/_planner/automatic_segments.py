@@ -1,7 +1,7 @@
 """Ends of automatic segments in requested tiles, chosen by the cost model.
 
-A longer segment saves fewer tensors, but its tiles recompute wider halos. The search goes through the same chains of
-blocks as the search for a budget (`block_search.py`), with one tiling for each stretch of blocks, and weighs memory
+A longer segment saves fewer tensors, but its tiles recompute wider halos. The search goes through the same stretches as
+the search for a budget (`tflms_sft/_search/training_stretches.py`), with one way to tile each, and weighs memory
 against time.
 """
 
@@ -13,16 +13,20 @@ import heapq
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
+import numpy as np
+
 from rewriters.emission.loop_signature import segment_signature
 from rewriters.emission.tile_pass import SegmentPlan
 from rewriters.errors import NotTileableError
 from rewriters.estimates.op_cost import sum_in_order
 from rewriters.tiling.ft_segments import TileableComponent, find_components, recomputes, try_segment
 from rewriters.tiling.segment import Segment
-from tflms_sft._search.block_search import BlockChoice, target_bytes
-from tflms_sft._search.tile_search import ChainSearch, Segmentation
-from tflms_sft._search.traced_step import Candidate, TracedStep, predicted_peak
-from tflms_sft._search.training_blocks import TrainingBlocks
+from rewriters.tiling.tile_planner import Grid
+from tflms_sft._search.block_search import BlockChoice
+from tflms_sft._search.priced_paths import Path, PricedPaths
+from tflms_sft._search.traced_step import Candidate, TracedStep, predict, predicted_peak
+from tflms_sft._search.training_blocks import SegmentTiling, TrainingBlocks
+from tflms_sft._search.training_stretches import TrainingStretches
 
 TIME_EXPONENT = 1.5
 """Weight of time against memory: 1 % more time has to save this many per cent of memory."""
@@ -33,11 +37,11 @@ MAX_PEAK_FRACTION = 0.97
 MAX_CUTS = 24
 """Places in a component where an automatic segment may end."""
 
-RUNGS_BETWEEN_TARGETS = 2
-"""Steps on the ladder between two targets that are tried."""
+LIMIT_RATIO = 0.88
+"""Limit of the bytes of a path, over that of the one before."""
 
 MAX_PREDICTED = 3
-"""Plans, of those for all targets, whose whole step is predicted."""
+"""Plans, of those for all limits, whose whole step is predicted."""
 
 PlanSegment = Callable[[Segment], SegmentPlan]
 """Plans a segment in the requested tiles; raises `NotTileableError` if they are impossible."""
@@ -58,57 +62,64 @@ def best_candidate(traced: TracedStep, candidates: Iterable[Candidate], max_frac
     return best
 
 
-class RequestedSearch(ChainSearch):
-    """Segments of a training step without barriers in requested tiles."""
+class RequestedSearch:
+    """Segments of a training step without barriers in requested tiles.
+
+    Attributes:
+        left: Ops that cannot be tiled, with reasons.
+    """
 
     def __init__(self, traced: TracedStep, plan: PlanSegment) -> None:
-        components, left = find_components(traced.analysis)
-        super().__init__(traced, [_RequestedBlocks(traced, component, plan) for component in components], left)
+        components, self.left = find_components(traced.analysis)
+        self._traced = traced
+        self._chains = [_RequestedBlocks(traced, component, plan) for component in components]
 
     def candidates(self) -> Iterator[Candidate]:
-        """Yield the plans for the targets with the best estimated scores, predicted for fresh memory."""
-        modelled: dict[Segmentation, Candidate] = {}
-        scores = self._scores()
-        for target in heapq.nsmallest(MAX_PREDICTED, scores, key=scores.__getitem__):
-            candidate = self._candidate(target, modelled, limit=0)
-            if candidate is not None:
-                yield candidate
+        """Yield the plans of the paths with the best estimated scores, predicted for fresh memory."""
+        if not self._chains:
+            return
+        stretches = TrainingStretches(self._traced, self._chains)
+        scores = self._scores(stretches)
+        for path in heapq.nsmallest(MAX_PREDICTED, scores, key=scores.__getitem__):
+            plans = [plan for plan in stretches.planned(path)[0] if plan is not None]
+            yield predict(self._traced, plans, limit=0)
 
-    def _scores(self) -> dict[int, float]:
-        """Return the estimated score of each target below which some blocks have to run in tiles."""
-        scores: dict[int, float] = {}
-        segmentations = set()
-        for target in map(target_bytes, range(self._lowest, self._highest, RUNGS_BETWEEN_TARGETS)):
-            segmentation = self._segmentation(target)
-            if not segmentation:
-                break
-            if segmentation not in segmentations:
-                segmentations.add(segmentation)
-                seconds = [choice.seconds - self._untiled_seconds(number, choice) for number, choice in segmentation]
-                slowdown = 1 + max(sum_in_order(seconds), 0.0) / self._traced.seconds
-                scores[target] = target * slowdown**TIME_EXPONENT
+    def _scores(self, stretches: TrainingStretches) -> dict[Path, float]:
+        """Return the estimated score of the fastest path for each limit that one meets."""
+        priced, scores, held = PricedPaths(stretches.stretches), dict[Path, float](), self._traced.held_bytes
+        limits = np.full(stretches.moments.count, float(self._traced.plain.peak.peak_bytes))
+        while (path := priced.fastest_within(limits).path) is not None:
+            num_bytes = float(path.usage.max())
+            seconds = max(stretches.outside_seconds + path.seconds, self._traced.seconds)
+            scores[path] = (held + num_bytes) * (seconds / self._traced.seconds) ** TIME_EXPONENT
+            limits[:] = LIMIT_RATIO * min(limits[0], num_bytes)
         return scores
-
-    def _untiled_seconds(self, number: int, choice: BlockChoice) -> float:
-        options = self._chains[number].options(choice.first, choice.last)
-        assert options is not None
-        return options.untiled.seconds
 
 
 class _RequestedTiling:
-    """The one tiling of a stretch of blocks that a user requests (`Tilings`)."""
+    """The one tiling of a segment that a user requests (`SegmentTiling`)."""
 
-    def __init__(self, choice: BlockChoice) -> None:
+    candidates = ()
+
+    def __init__(self, segment: Segment, choice: BlockChoice) -> None:
+        assert choice.grid is not None
+        self.segment = segment
+        self.grids = [choice.grid]
         self._choice = choice
 
-    def least_seconds(self, budget: int) -> float:
-        """Return the time if the tiling fits; otherwise infinity."""
-        return self._choice.seconds if self._choice.fits(budget) else math.inf
+    def choice(self, grid: Grid) -> BlockChoice:
+        """Return the requested tiles."""
+        del grid
+        return self._choice
 
-    def fitting(self, budget: int) -> Iterator[BlockChoice]:
-        """Yield the tiling if it fits."""
-        if self._choice.fits(budget):
-            yield self._choice
+    def with_checkpoints(self, choice: BlockChoice, count: int) -> BlockChoice:
+        """Return a choice, which has no checkpoints."""
+        del count
+        return choice
+
+    def row_bytes(self, choice: BlockChoice) -> int:
+        """Return the bytes of the rows that one loop saves for the other."""
+        return choice.saved_bytes
 
 
 class _RequestedBlocks(TrainingBlocks):
@@ -119,7 +130,8 @@ class _RequestedBlocks(TrainingBlocks):
         self._plan = plan
         self._choices: dict[Hashable, BlockChoice] = {}
 
-    def _requested(self, first: int, last: int) -> Sequence[_RequestedTiling]:
+    def tilings(self, first: int, last: int) -> Sequence[SegmentTiling]:
+        """Return the requested tiling of blocks; none if it recomputes nothing, or is impossible."""
         if self._is_too_long(first, last):
             return []
         with contextlib.suppress(NotTileableError):
@@ -129,21 +141,18 @@ class _RequestedBlocks(TrainingBlocks):
             key = segment_signature(self._traced.analysis, segment)  # Equal blocks of a deep network share it.
             if key not in self._choices:
                 self._choices[key] = self._choice(segment, first, last)
-            return [_RequestedTiling(dataclasses.replace(self._choices[key], first=first, last=last))]
+            return [_RequestedTiling(segment, dataclasses.replace(self._choices[key], first=first, last=last))]
         return []
 
     def _choice(self, segment: Segment, first: int, last: int) -> BlockChoice:
-        batch, plan = self._traced.batch, self._plan(segment)
-        saves = [save.saved for loop in plan.loops for save in loop.saves]
-        gradients = (*segment.grad_entries, *segment.grad_exits, *segment.reductions)
-        iteration_bytes = max(self._traced.loop_memory.peak_bytes(loop, batch) for loop in plan.loops)
+        batch, plan, memory = self._traced.batch, self._plan(segment), self._traced.loop_memory
         return BlockChoice(
             first=first,
             last=last,
             grid=plan.loops[-1].grid,
             forward_grid=plan.loops[0].grid,
             halo=plan.halo,
-            saved_bytes=sum(tensor.num_bytes(batch) for tensor in (*segment.exits, *saves)),
-            working_bytes=iteration_bytes + sum(tensor.num_bytes(batch) for tensor in gradients),
+            saved_bytes=sum(save.saved.num_bytes(batch) for loop in plan.loops for save in loop.saves),
+            working_bytes=max(memory.allocated_bytes(loop, batch) for loop in plan.loops),
             seconds=sum_in_order(map(self._traced.costs.tile_loop, plan.loops)),
         )

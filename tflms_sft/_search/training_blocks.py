@@ -6,20 +6,47 @@ import contextlib
 import functools
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
 from rewriters.analysis.autodiff_roles import reads_shape_only
 from rewriters.analysis.graph_analysis import GraphAnalysis
-from rewriters.device.kernel_scratch import op_scratch
-from rewriters.device.peak_memory import concurrent_scratch
 from rewriters.errors import NotTileableError
 from rewriters.ir.graph import Node, Tensor
 from rewriters.rules.registry import TileKind, find_rule
 from rewriters.tiling.ft_segments import TileableComponent, try_segment
-from tflms_sft._search.block_search import BlockChoice, BlockOptions, ComponentBlocks, Tilings, select_cuts
-from tflms_sft._search.segment_tilings import EstimateCache, SegmentTilings, segment_tilings
+from rewriters.tiling.segment import Segment
+from rewriters.tiling.tile_planner import Grid
+from tflms_sft._search.block_search import BlockChoice, select_cuts
+from tflms_sft._search.segment_tilings import EstimateCache, segment_tilings
 from tflms_sft._search.traced_step import TracedStep
+
+
+class SegmentTiling(Protocol):
+    """Ways to run a segment in tiles.
+
+    Attributes:
+        segment: The segment.
+        grids: Grids to try, each with more tiles than the one before.
+    """
+
+    segment: Segment
+    grids: list[Grid]
+
+    @property
+    def candidates(self) -> Sequence[object]:
+        """Inner tensors that may be checkpointed, the best first."""
+
+    def choice(self, grid: Grid) -> BlockChoice:
+        """Return the segment in a grid: the saved bytes are those of rows, and the working bytes of an iteration."""
+
+    def with_checkpoints(self, choice: BlockChoice, count: int) -> BlockChoice:
+        """Return a choice with the first `count` candidates checkpointed."""
+
+    def row_bytes(self, choice: BlockChoice) -> int:
+        """Return the bytes of the rows that one loop of a choice saves for the other."""
+
 
 MAX_CUTS = 8
 """Most positions between the ends of a component where a segment may end, in a search for tiles as well."""
@@ -30,7 +57,7 @@ little.
 """
 
 
-class TrainingBlocks(ComponentBlocks):
+class TrainingBlocks:
     """A component of a training step as a chain of blocks.
 
     Args:
@@ -38,38 +65,32 @@ class TrainingBlocks(ComponentBlocks):
         component: The component.
         max_cuts: Places in the component where a segment may end; a longer network has them spread over the bytes that
             it saves.
+
+    Attributes:
+        component: The component.
+        bounds: Positions where segments may begin and end, from 0 to the number of ops.
     """
 
     def __init__(self, traced: TracedStep, component: TileableComponent, max_cuts: int = MAX_CUTS) -> None:
-        super().__init__(traced, component, _bounds(traced, component, max_cuts))
+        self.component = component
+        self.bounds = _bounds(traced, component, max_cuts)
+        self._traced = traced
         self._estimates = EstimateCache()
 
-    def _options_between(self, first: int, last: int) -> BlockOptions:
-        return BlockOptions(self.untiled(first, last), self._requested(first, last))
-
-    def _requested(self, first: int, last: int) -> Sequence[Tilings]:
-        """Return the tilings that a search along the chain may choose."""
-        return []
-
     def ops(self, first: int, last: int) -> list[Node]:
-        return [*super().ops(first, last), *self.backward(first, last)]
+        """Return the ops of blocks, backward ones included."""
+        return [*self.component.nodes[first:last], *self.backward(first, last)]
 
     def untiled(self, first: int, last: int) -> BlockChoice:
         """Return blocks as they are, with the bytes that they save for the backward pass."""
         analysis, batch = self._traced.analysis, self._traced.batch
         nodes = self.component.nodes[first:last]
-        backward = self.backward(first, last)
-        saved_bytes = sum(tensor.num_bytes(batch) for node in nodes for tensor in _saved(analysis, node))
-        results = [node.out(index) for node in (*nodes, *backward) for index in range(len(node.outputs))]
-        gradients = [tensor for node in backward for tensor in node.inputs if tensor.node in analysis.backward]
-        device = self._traced.device
-        pairs = concurrent_scratch({node: op_scratch(node, batch, device) for node in backward}, backward, device)
-        scratch = max((*map(sum, pairs.values()), *(op_scratch(node, batch, device) for node in nodes)))
-        # Two gradients are alive concurrently, and both gradient kernels of a convolution run.
-        working_bytes = 2 * max(tensor.num_bytes(batch) for tensor in (*results, *gradients)) + scratch
-        seconds = self._traced.costs.step(self.ops(first, last))
         return BlockChoice(
-            first=first, last=last, saved_bytes=saved_bytes, working_bytes=working_bytes, seconds=seconds
+            first=first,
+            last=last,
+            saved_bytes=sum(tensor.num_bytes(batch) for node in nodes for tensor in _saved(analysis, node)),
+            working_bytes=0,
+            seconds=self._traced.costs.step(self.ops(first, last)),
         )
 
     @functools.cached_property
@@ -84,7 +105,7 @@ class TrainingBlocks(ComponentBlocks):
         """Return whether blocks are too many for a segment that goes past a cut."""
         return last - first > MAX_OPS_ACROSS_CUTS and self.bounds.index(last) > self.bounds.index(first) + 1
 
-    def tilings(self, first: int, last: int) -> list[SegmentTilings]:
+    def tilings(self, first: int, last: int) -> Sequence[SegmentTiling]:
         """Return the ways to tile the blocks; none if they are no segment, or too long a one."""
         if self._is_too_long(first, last):
             return []

@@ -25,9 +25,8 @@ from tflms_sft._search.block_search import BlockChoice
 from tflms_sft._search.moments import StepMoments
 from tflms_sft._search.priced_paths import Option, Path, Stretch
 from tflms_sft._search.segment_plans import segment_plans
-from tflms_sft._search.segment_tilings import SegmentTilings
 from tflms_sft._search.traced_step import TracedStep, original_allocations
-from tflms_sft._search.training_blocks import TrainingBlocks
+from tflms_sft._search.training_blocks import SegmentTiling, TrainingBlocks
 
 MAX_SECONDS_GROWTH = 16.0
 """Time of a segment, over its time in the fewest tiles, from which on no more tiles are tried."""
@@ -138,7 +137,7 @@ class TrainingStretches:
 
     # Ways ----------------------------------------------------------------------------------------------------
 
-    def _ways(self, component: int, tiling: SegmentTilings, begin: int, end: int) -> Iterator[Option]:
+    def _ways(self, component: int, tiling: SegmentTiling, begin: int, end: int) -> Iterator[Option]:
         """Yield a segment in more and more tiles, with none, one, ... of its candidates checkpointed."""
         lowest, fastest, coarsest = math.inf, math.inf, None
         for grid in tiling.grids:
@@ -154,7 +153,7 @@ class TrainingStretches:
                 yield from self._with_checkpoints(component, tiling, tiling.with_checkpoints(choice, count), begin, end)
 
     def _with_checkpoints(
-        self, component: int, tiling: SegmentTilings, choice: BlockChoice, begin: int, end: int
+        self, component: int, tiling: SegmentTiling, choice: BlockChoice, begin: int, end: int
     ) -> Iterator[Option]:
         """Yield a way with the rows that its loops save in memory, and in files if they are allowed."""
         moments, batch = self.moments, self._traced.batch
