@@ -147,7 +147,7 @@ def main():
         except tflms_sft.BudgetError as error:
             say("too small", str(error))
             smallest = error.smallest_bytes
-        budget = tflms_sft.MemoryBudget(smallest, verbose=0)
+        budget = tflms_sft.MemoryBudget(smallest, max_slowdown=100, verbose=0)
         trained = losses(budget)
         say("budget", [plain, trained, len(budget.plan.segments), len(budget.plan.swaps), list(budget.plan.notes)])
 

@@ -21,8 +21,11 @@ from tflms_sft._search.traced_step import Candidate, TracedStep, predict, tile_l
 from tflms_sft._search.training_blocks import TrainingBlocks
 from tflms_sft._search.training_stretches import TrainingStretches
 
-SMALLER_SUMS, LARGER_SUMS = (0.9, 0.8, 0.7, 0.6), (1.1, 1.2, 1.35)
-"""Limits of the sums, over the limit of the step, for which paths are proposed; larger ones where no sums meet it."""
+SMALLER_SUMS = (0.9, 0.8, 0.7, 0.6)
+"""Limits of the sums, over the limit of the step, for which paths are proposed after the limit itself."""
+
+LARGER_SUMS = (1.01, 1.15, 1.35)
+"""Limits of the sums, over the smallest that a path meets, where none meets the limit of the step."""
 
 MAX_MOVES = 8
 """Corrections of a proposed path."""
@@ -119,13 +122,7 @@ class PricedSearch:
         return self._planned(smallest.path)[0]
 
     def _find_smallest(self) -> ModelledPath | None:
-        self._priced.forget_corrections()
-        low, high = 0.0, float(max(self._traced.plain.peak.peak_bytes - self._traced.held_bytes, 1))
-        for _ in range(SUM_BISECTIONS):
-            middle = (low + high) / 2
-            path = self._priced.least_usage(np.full(self._stretches.moments.count, middle))
-            low, high = (middle, high) if path is None else (low, middle)
-        self._move_within(int(high) + self._traced.held_bytes, high)
+        self._move_within(int(self._least_sum) + self._traced.held_bytes, self._least_sum)
         for _ in range(MAX_LOWER_ROUNDS):
             smallest = min(self._paths.values(), key=_peak_bytes, default=None)
             if smallest is None:
@@ -133,10 +130,21 @@ class PricedSearch:
             limit = int(LOWER_RATIO * smallest.peak_bytes)
             available = limit - self._traced.held_bytes
             if not self._move_within(limit, available):
-                self._move_within(limit, LARGER_SUMS[1] * available)
+                self._move_within(limit, LARGER_SUMS[0] * self._least_sum)
             if smallest is min(self._paths.values(), key=_peak_bytes):
                 break
         return smallest
+
+    @functools.cached_property
+    def _least_sum(self) -> float:
+        """Smallest limit found that the sums of a path meet, without corrections."""
+        self._priced.forget_corrections()
+        low, high = 0.0, float(2 * self._traced.plain.peak.peak_bytes)
+        for _ in range(SUM_BISECTIONS):
+            middle = (low + high) / 2
+            path = self._priced.least_usage(np.full(self._stretches.moments.count, middle))
+            low, high = (middle, high) if path is None else (low, middle)
+        return high
 
     # Search ---------------------------------------------------------------------------------------------------
 
@@ -151,10 +159,13 @@ class PricedSearch:
             if solution.path is None or _key(solution.path) in self._paths:
                 break
             self._model(solution.path)
-        has_path = self._move_within(limit, available)
-        for fraction in SMALLER_SUMS if has_path else LARGER_SUMS:
-            if self._move_within(limit, fraction * available) != has_path:
-                return
+        if self._move_within(limit, available):
+            for fraction in SMALLER_SUMS:
+                if not self._move_within(limit, fraction * available):
+                    return
+        elif self._best(limit) is None:
+            for fraction in LARGER_SUMS:
+                self._move_within(limit, fraction * self._least_sum)
 
     def _proposed(self, available: float) -> Solution:
         """Return the fastest path whose sums, with corrections, are `available` bytes at most."""
