@@ -37,10 +37,10 @@ MAX_PEAK_FRACTION = 0.97
 MAX_CUTS = 24
 """Places in a component where an automatic segment may end."""
 
-LIMIT_RATIO = 0.94
+LIMIT_RATIO = 0.88
 """Limit of the bytes of a path, over that of the one before."""
 
-MAX_PREDICTED = 6
+MAX_PREDICTED = 3
 """Plans, of those for all limits, whose whole step is predicted."""
 
 PlanSegment = Callable[[Segment], SegmentPlan]
