@@ -188,7 +188,7 @@ def feasible_plans(
     _tell(traced, [] if alone is None else [alone])
     tiled = traced.seconds if alone is None else max(search.least_seconds(limit), traced.seconds)
     tiles = search.fastest_within(limit) if tiled < swapped else None
-    if tiles is not None and not have_room(traced, tiles):
+    if search.weighs_files and tiled < swapped and (tiles is None or not have_room(traced, tiles)):
         tiles = _search(traced).fastest_within(limit)
     if tiles is not None:
         tiled = max(tiles.time_ratio, 1.0) * traced.seconds
