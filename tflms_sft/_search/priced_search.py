@@ -21,8 +21,11 @@ from tflms_sft._search.traced_step import Candidate, TracedStep, predict, tile_l
 from tflms_sft._search.training_blocks import TrainingBlocks
 from tflms_sft._search.training_stretches import TrainingStretches
 
-SMALLER_SUMS = (0.9, 0.8, 0.7, 0.6)
-"""Limits of the sums, over the limit of the step, for which paths are proposed after the limit itself."""
+SMALLER_SUMS, EXCESSIVE_SUMS = (0.9, 0.8, 0.7, 0.6), (1.12, 1.25)
+"""Limits of the sums, over the limit of the step, for which paths are proposed after the limit itself.
+
+Sums may exceed the bytes of the model, because the worst states of the allocator need not meet.
+"""
 
 LARGER_SUMS = (1.01, 1.15, 1.35)
 """Limits of the sums, over the smallest that a path meets, where none meets the limit of the step."""
@@ -162,8 +165,10 @@ class PricedSearch:
         if self._move_within(limit, available):
             for fraction in SMALLER_SUMS:
                 if not self._move_within(limit, fraction * available):
-                    return
-        elif self._best(limit) is None:
+                    break
+        for fraction in EXCESSIVE_SUMS:
+            self._move_within(limit, fraction * available)
+        if self._best(limit) is None:
             for fraction in LARGER_SUMS:
                 self._move_within(limit, fraction * self._least_sum)
 
