@@ -1,13 +1,12 @@
 """Plans within a memory budget: tiles, swaps, or both, whichever is predicted to be fastest.
 
-A step that fits is not rewritten. Otherwise the candidates are tiles alone and swaps alone. Where nothing fits yet, or
-all take more than `MAX_TIME_RATIO_ALONE` times as long as the original step, more are candidates: tiles with large
-results in files, swaps of small tensors too, and tiles together with swaps. If nothing fits, the plan that needs least
-is tried.
+A step that fits is not rewritten. Otherwise the candidates are tiles and swaps alone; tiles of a step without barriers
+may have results in files. Where nothing fits yet, or all take more than `MAX_TIME_RATIO_ALONE` times as long as the
+original step, more are candidates: for a step with barriers tiles with all large results in files, swaps of small
+tensors too, and tiles together with swaps. If nothing fits, the plan that needs least is tried.
 
-With a larger budget no candidate gets slower. The fastest of them does in one case only: a plan below
-`MAX_TIME_RATIO_ALONE` fits, so that the further candidates are not tried. No plan counts as faster than the original
-step.
+Plans of smaller budgets for the same traced step are candidates, so that a larger budget is never slower in a process.
+No plan counts as faster than the original step.
 """
 
 from __future__ import annotations
