@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import gc
 import importlib
+import math
 import os
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from rewriters.emission.file_buffers import FileBuffers, FilePool
 from rewriters.estimates.loop_memory import IterationModel
 from rewriters.swapping.spill_store import SpillError
 from tflms_sft._planner import budget_plan, budget_search
+from tflms_sft._search import training_stretches
 
 pytestmark = pytest.mark.usefixtures("double_precision")
 
@@ -336,6 +338,22 @@ def test_files_are_not_used_without_the_page_cache_or_room(large_step, tmp_path,
     assert not lies_in_files(with_budget(large_step, tmp_path, swap=swap).plan, tmp_path)
     monkeypatch.setattr(budget_plan.shutil, "disk_usage", lambda _: types.SimpleNamespace(free=1000))
     assert not lies_in_files(with_budget(large_step, tmp_path).plan, tmp_path)
+
+
+def test_smallest_plan_of_a_chain_needs_no_room_on_a_full_disk(tmp_path, monkeypatch):
+    """Without room for files the smallest budget is that of tiles in memory, and it can be met."""
+    monkeypatch.setattr(file_buffers, "MIN_FILE_BYTES", 2**12)
+    monkeypatch.setattr(training_stretches, "MIN_FILE_BYTES", 2**12)
+    step, budgets = keras_step(convolutions, (64, 48)), []
+    swap = tflms_sft.LMSParams(tier="disk", spill_dir=tmp_path, n_tensors=1, min_bytes="1GiB")
+    for free in (2**40, 0):
+        monkeypatch.setattr(budget_plan.shutil, "disk_usage", lambda _, free=free: types.SimpleNamespace(free=free))
+        with pytest.raises(tflms_sft.BudgetError) as caught:
+            with_budget(step, tmp_path, 20_000, swap=swap)
+        budgets.append(caught.value.smallest_bytes)
+    assert budgets[0] < budgets[1]
+    plan = with_budget(step, tmp_path, budgets[1], swap=swap, max_slowdown=math.inf).plan
+    assert plan.segments and not lies_in_files(plan, tmp_path)
 
 
 def test_saved_plan_writes_to_the_same_files(large_step, tmp_path):

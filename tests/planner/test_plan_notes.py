@@ -26,8 +26,10 @@ def traced(plain_bytes):
 def search(ratio):
     """A search whose fastest tiles take `ratio` times the time of the step; that finds none for `None`."""
     tiles = None if ratio is None else Candidate([None], SimpleNamespace(peak_bytes=900), ratio)
-    facts = {"least_seconds": lambda limit: ratio or 9.0, "left": [], "weighs_files": False}
-    return SimpleNamespace(fastest_within=lambda limit: tiles, **facts)
+    facts = {"least_seconds": lambda limit: ratio or 9.0, "left": []}
+    fake = SimpleNamespace(fastest_within=lambda limit: tiles, **facts)
+    fake.in_memory = fake
+    return fake
 
 
 @pytest.mark.parametrize(

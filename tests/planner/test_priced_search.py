@@ -107,7 +107,7 @@ def test_path_near_another_one_fits_and_is_the_same_where_it_fits_already(search
     solution = priced.fastest_within(loose)
     tight = 0.8 * loose
     near = priced.near(solution.path, tight, solution.prices)
-    assert near.fits(tight) and near.seconds >= solution.path.seconds
+    assert np.all(near.usage <= tight * (1 + 1e-9)) and near.seconds >= solution.path.seconds
     assert priced.near(near, tight, solution.prices).seconds <= near.seconds
 
 
@@ -121,6 +121,19 @@ def test_files_take_results_only_where_they_save_time(monkeypatch):
     assert loose.files is None or len(loose.files.tensors) < 3
     assert tight.files is not None and tight.files.tensors
     assert tight.peak.peak_bytes < PricedSearch(traced).smallest.peak.peak_bytes
+
+
+def test_search_in_memory_shares_estimates_and_uses_no_files(monkeypatch):
+    for module in (file_buffers, training_stretches):
+        monkeypatch.setattr(module, "MIN_FILE_BYTES", 2**12)
+    traced = traced_pyramid(48)
+    search = PricedSearch(dataclasses.replace(traced, files=FileBuffers("/tmp", 1)))
+    assert search.smallest.files is not None
+    monkeypatch.setattr(training_stretches.TrainingStretches, "__init__", None)  # Nothing is estimated again.
+    smallest = search.in_memory.smallest
+    assert smallest.files is None and smallest.plans
+    assert search.smallest.peak.peak_bytes <= smallest.peak.peak_bytes < traced.plain.peak.peak_bytes
+    assert search.in_memory.in_memory is search.in_memory
 
 
 def test_order_of_a_plan_is_the_one_with_less_memory(searched, monkeypatch):

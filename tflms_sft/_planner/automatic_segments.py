@@ -22,7 +22,7 @@ from rewriters.estimates.op_cost import sum_in_order
 from rewriters.tiling.ft_segments import TileableComponent, find_components, recomputes, try_segment
 from rewriters.tiling.segment import Segment
 from rewriters.tiling.tile_planner import Grid
-from tflms_sft._search.block_search import BlockChoice
+from tflms_sft._search.block_choices import BlockChoice
 from tflms_sft._search.priced_paths import Path, PricedPaths
 from tflms_sft._search.traced_step import Candidate, TracedStep, predict, predicted_peak
 from tflms_sft._search.training_blocks import SegmentTiling, TrainingBlocks

@@ -20,11 +20,13 @@ class TileSearch(Protocol):
 
     Attributes:
         left: Ops that cannot be tiled, with reasons.
-        weighs_files: Whether the search decides for each result of a loop whether it lies in a file.
     """
 
     left: list[SkippedOps]
-    weighs_files: bool
+
+    @property
+    def in_memory(self) -> TileSearch:
+        """The search among plans without files: the search itself unless it decides on files, too."""
 
     @property
     def smallest(self) -> Candidate:
@@ -88,7 +90,7 @@ def of_tiles(traced: TracedStep, tiles: Candidate, left: list[SkippedOps]) -> Fe
     return FeasiblePlan(plan, max(tiles.time_ratio, 1.0) * traced.seconds, tiles.peak.peak_bytes)
 
 
-def have_room(traced: TracedStep, tiles: Candidate) -> bool:
+def have_room(traced: TracedStep, tiles: Candidate | BudgetPlan) -> bool:
     """Return whether the disk has room for the files of a plan."""
     if tiles.files is None:
         return True

@@ -32,8 +32,8 @@ from tflms_sft._planner.swap_planner import reason_without_tier
 from tflms_sft._planner.swap_search import SwapSearch
 from tflms_sft._report.summary import excess_remedy, time_text
 from tflms_sft._search.barrier_search import Barriers, BarrierSearch
+from tflms_sft._search.inference_search import InferenceSearch
 from tflms_sft._search.priced_search import PricedSearch
-from tflms_sft._search.tile_search import InferenceSearch
 from tflms_sft._search.traced_step import (
     Candidate,
     TracedStep,
@@ -187,8 +187,8 @@ def feasible_plans(
     _tell(traced, [] if alone is None else [alone])
     tiled = traced.seconds if alone is None else max(search.least_seconds(limit), traced.seconds)
     tiles = search.fastest_within(limit) if tiled < swapped else None
-    if search.weighs_files and tiled < swapped and (tiles is None or not have_room(traced, tiles)):
-        tiles = _search(traced).fastest_within(limit)
+    if tiled < swapped and (tiles is None or not have_room(traced, tiles)):
+        tiles = search.in_memory.fastest_within(limit)
     if tiles is not None:
         tiled = max(tiles.time_ratio, 1.0) * traced.seconds
         options.append(of_tiles(traced, tiles, search.left))
@@ -208,10 +208,11 @@ def feasible_plans(
     _tell(traced, options)
     fastest = min((option.seconds for option in options), default=math.inf)
     if params.swap is not False and fastest > slow:
-        options += _together(traced, search, swap, limit, fastest)
-    known: list[FeasiblePlan] = traced.once(f"plans {params.swap}", list)  # Those of smaller budgets fit as well.
-    options += [plan for plan in known if plan.peak_bytes <= limit and plan not in options]
-    known += [plan for plan in options if plan not in known]
+        options += _together(traced, search.in_memory, swap, limit, fastest)
+    earlier: list[FeasiblePlan] = traced.once(f"plans {params.swap}", list)  # Those of smaller budgets fit as well.
+    fitting = [one for one in earlier if one.peak_bytes <= limit and have_room(traced, one.plan)]
+    earlier += [one for one in options if one not in earlier]
+    options += [one for one in fitting if one not in options]
     return sorted(options, key=lambda option: (max(option.seconds, traced.seconds), option.peak_bytes))
 
 
@@ -235,7 +236,7 @@ def _tell(traced: TracedStep, plans: Iterable[FeasiblePlan]) -> None:
 def _search(traced: TracedStep, files: FileBuffers | None = None) -> TileSearch:
     """Return the search for tile plans of a step, with the estimates of earlier searches for it.
 
-    A search that weighs files may use those of the rule `files`.
+    A search that decides on files may use those of the rule `files`.
     """
 
     def begin() -> TileSearch:
@@ -348,8 +349,14 @@ class LeastMemory:
         if self._params.swap is False:
             return
         yield self._traced.plain, self._untiled
-        if self._search.smallest.plans:
-            yield self._search.smallest, self._tiled
+        if self._search.in_memory.smallest.plans:
+            yield self._search.in_memory.smallest, self._tiled
+
+    @property
+    def _tiles(self) -> Candidate:
+        """The smallest tiles, with results in files if the disk has room for these."""
+        tiles = self._search.smallest
+        return tiles if have_room(self._traced, tiles) else self._search.in_memory.smallest
 
     @functools.cached_property
     def _untiled(self) -> SwapSearch:
@@ -357,7 +364,7 @@ class LeastMemory:
 
     @functools.cached_property
     def _tiled(self) -> SwapSearch:
-        return self._swap_search(self._search.smallest.plans)
+        return self._swap_search(self._search.in_memory.smallest.plans)
 
     def _swap_search(self, plans: list[SegmentPlan]) -> SwapSearch:
         return SwapSearch(self._traced, plans, swaps_within(self._traced, self._params, least=True))
@@ -371,13 +378,14 @@ class LeastMemory:
 
     @functools.cached_property
     def in_files(self) -> TilesInFiles | None:
-        """Tile plans with all results in files; `None` if there may be none, or the search for tiles weighs them."""
+        """Tile plans with all results in files; `None` if none may be written, or the search decides on each."""
         files = _files_allowed(self._traced, self._params)
-        return None if files is None or self._search.weighs_files else TilesInFiles(self._traced, files)
+        decides = self._search.in_memory is not self._search
+        return None if files is None or decides else TilesInFiles(self._traced, files)
 
     def within(self, limit: int) -> Iterator[FeasiblePlan]:
         """Yield the plans that fit, so that the smallest budget that an error names can be met, and any above."""
-        tiles = self._search.smallest
+        tiles = self._tiles
         if tiles.plans and tiles.peak.peak_bytes <= limit:
             yield of_tiles(self._traced, tiles, self._search.left)
         for candidate, swaps in self._swapped():
@@ -397,7 +405,7 @@ class LeastMemory:
 
     def smallest(self) -> Candidate:
         """Return the plan with the lowest peak of tiles, of swaps, and of both; its time includes transfers."""
-        smallest, original_seconds = self._search.smallest, self._traced.seconds
+        smallest, original_seconds = self._tiles, self._traced.seconds
         if self.in_files is not None:
             smallest = self.in_files.smaller_than(smallest)
         for candidate, swaps in self._swapped():

@@ -1,7 +1,7 @@
 """Tile plans of steps with barriers: which tensors are checkpointed, and in how many tiles each loop runs.
 
-Barriers cut a step into tile loops that follow one another. Loops have no bounds to choose, so there are no paths as in
-`block_search.py`: a set of checkpoints fixes the loops, and a target from the same ladder fixes the tiles of each.
+Barriers cut a step into tile loops that follow one another. Loops have no bounds to choose, so there are no paths:
+a set of checkpoints fixes the loops, and a target from the ladder of `block_choices.py` fixes the tiles of each.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rewriters.tiling.row_planner import RowBarrierPlanner
 from rewriters.tiling.segment import Segment
 from rewriters.tiling.tile_grids import loop_grids
 from rewriters.tiling.tile_planner import Grid, Halo
-from tflms_sft._search.block_search import rung, target_bytes
+from tflms_sft._search.block_choices import rung, target_bytes
 from tflms_sft._search.segment_tilings import LoopEstimate, LoopEstimates, fastest_fitting
 from tflms_sft._search.traced_step import Candidate, TracedStep, bytes_beside_iterations, least_peak, predict
 
@@ -335,8 +335,6 @@ class BarrierSearch:
         left: Ops that cannot be tiled, with reasons.
     """
 
-    weighs_files = False
-
     def __init__(self, traced: TracedStep, barriers: Barriers) -> None:
         self._traced = traced
         self._barriers = barriers
@@ -347,6 +345,11 @@ class BarrierSearch:
         self._too_small = 0
         """Largest limit for which no plan was found. The search may miss one that only `smallest` finds."""
         self._bytes_beside = traced.held_bytes  # A lower bound.
+
+    @property
+    def in_memory(self) -> BarrierSearch:
+        """This search, which decides on no files."""
+        return self
 
     @functools.cached_property
     def _seconds_outside(self) -> float:

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from rewriters.tiling.one_loop import with_final_sums
 from rewriters.tiling.segment import Segment
 from rewriters.tiling.tile_grids import auto_grids, thinned
 from rewriters.tiling.tile_planner import Grid, Halo, TileLoop
-from tflms_sft._search.block_search import BlockChoice, BlockOptions, ComponentBlocks, select_cuts
+from tflms_sft._search.block_choices import BlockChoice, select_cuts
 from tflms_sft._search.segment_tilings import LoopEstimate, LoopEstimates, fastest_fitting
 from tflms_sft._search.traced_step import TracedStep
 
@@ -78,7 +78,7 @@ class LiveTensors:
 
 
 class InferenceTilings:
-    """Blocks of a step without gradients in any number of tiles (`Tilings`).
+    """Blocks of a step without gradients in any number of tiles.
 
     Args:
         estimates: Estimates of loops.
@@ -128,13 +128,47 @@ class InferenceTilings:
         return self._estimates.of((self._signature, self._halo, grid), plan)
 
 
-class InferenceBlocks(ComponentBlocks):
-    """A component of a step without gradients as a chain of blocks."""
+@dataclasses.dataclass(frozen=True)
+class BlockOptions:
+    """All ways to run the blocks from one bound to another.
+
+    Attributes:
+        untiled: The blocks as they are.
+        tilings: The blocks in tiles; the first has the lower bound of all. Empty if they are no segment.
+    """
+
+    untiled: BlockChoice
+    tilings: Sequence[InferenceTilings]
+
+
+class InferenceBlocks:
+    """A component of a step without gradients as a chain of blocks.
+
+    Attributes:
+        component: The component.
+        bounds: Positions where segments may begin and end, from 0 to the number of ops.
+    """
 
     def __init__(self, estimates: LoopEstimates, component: TileableComponent, live: LiveTensors) -> None:
-        super().__init__(estimates.traced, component, _bounds(estimates.traced, component))
+        self.component = component
+        self.bounds = _bounds(estimates.traced, component)
+        self._traced = estimates.traced
         self._estimates = estimates
         self._live = live
+        self._options: dict[tuple[int, int], BlockOptions | None] = {}
+        self._least: dict[int, float] = {}
+
+    def options(self, first: int, last: int) -> BlockOptions | None:
+        """Return the ways to run the blocks between two bounds; `None` if they cannot be separated from others."""
+        if (first, last) not in self._options:
+            self._options[first, last] = self._options_between(first, last)
+        return self._options[first, last]
+
+    def least_seconds(self, first: int) -> float:
+        """Return a lower bound of the time of all blocks from a bound on, tiled or not."""
+        if first not in self._least:
+            self._least[first] = self._traced.costs.lower_bound.step(self.component.nodes[first:])
+        return self._least[first]
 
     def _options_between(self, first: int, last: int) -> BlockOptions | None:
         traced, batch = self._traced, self._traced.batch

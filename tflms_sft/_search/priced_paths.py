@@ -87,11 +87,6 @@ class Step:
     options: tuple[Option, ...]
 
     @property
-    def seconds(self) -> float:
-        """Time of all options."""
-        return sum(option.seconds for option in self.options)
-
-    @property
     def usage(self) -> np.ndarray:
         """Bytes of all options at each moment."""
         return np.sum([option.usage for option in self.options], axis=0)
@@ -110,16 +105,6 @@ class Path:
     steps: tuple[Step, ...]
     seconds: float
     usage: np.ndarray
-
-    @classmethod
-    def of(cls, steps: Iterable[Step]) -> Path:
-        """Return the path of some steps."""
-        steps = tuple(steps)
-        return cls(steps, sum(step.seconds for step in steps), np.sum([step.usage for step in steps], axis=0))
-
-    def fits(self, limits: np.ndarray) -> bool:
-        """Return whether the bytes stay within the limits of all moments."""
-        return bool(np.all(self.usage <= (1 + ROUNDING) * limits))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,19 +180,10 @@ class PricedPaths:
         """Undo all corrections."""
         self._usage[:] = self._sums
 
-    def fastest_within(self, limits: np.ndarray, known: Iterable[Path] = ()) -> Solution:
-        """Return the fastest plan found whose bytes stay within the limits.
-
-        Args:
-            limits: Bytes at each moment.
-            known: Plans of other limits; those that fit are candidates.
-        """
-        limits = np.asarray(limits, float)
-        found, bound, prices = self._ascent(limits)
-        paths = [path for path in known if path.fits(limits)]
-        if found is not None:
-            paths.append(self._as_path(found))
-        return Solution(min(paths, key=_rank, default=None), bound, prices)
+    def fastest_within(self, limits: np.ndarray) -> Solution:
+        """Return the fastest plan found whose bytes stay within the limits of all moments."""
+        fastest, bound, prices = self._ascent(limits)
+        return Solution(None if fastest is None else self._as_path(fastest), bound, prices)
 
     def least_usage(self, limits: np.ndarray) -> Path | None:
         """Return a path that stays within the limits, without regard to its time; `None` if none is found."""
@@ -451,7 +427,7 @@ class PricedPaths:
         )
 
 
-def _rank(path: Path | _Picks) -> tuple[float, float]:
+def _rank(path: _Picks) -> tuple[float, float]:
     """Return a sort key: faster first, and among equals the one that needs less memory."""
     return path.seconds, float(path.usage.max())
 

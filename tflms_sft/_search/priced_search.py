@@ -68,8 +68,6 @@ class PricedSearch:
         left: Ops that cannot be tiled, with reasons.
     """
 
-    weighs_files = True
-
     def __init__(self, traced: TracedStep) -> None:
         components, self.left = find_components(traced.analysis)
         self._traced = traced
@@ -84,6 +82,16 @@ class PricedSearch:
     @functools.cached_property
     def _priced(self) -> PricedPaths:
         return PricedPaths(self._stretches.stretches)
+
+    @functools.cached_property
+    def in_memory(self) -> PricedSearch:
+        """The search among plans without files, with the estimates of this one."""
+        if self._traced.files is None:
+            return self
+        search = PricedSearch(dataclasses.replace(self._traced, files=None))
+        if self._chains:
+            search._stretches = self._stretches.in_memory()
+        return search
 
     def may_fit_with_swaps(self, limit: int) -> bool:
         """Return true: this search has no lower bound of the memory with swaps."""
@@ -212,8 +220,8 @@ class PricedSearch:
         for stretch in (step.stretch for step in path.steps):
             correction = np.zeros_like(lacking)
             for moments in (stretches.moments.forward, stretches.moments.backward):
-                own = moments(stretch.begin, stretch.end)
-                correction[own] = lacking[own]
+                covered = moments(stretch.begin, stretch.end)
+                correction[covered] = lacking[covered]
             self._priced.correct(stretch, correction)
 
     def _planned(self, path: Path) -> tuple[Candidate, dict[str, slice]]:

@@ -11,7 +11,7 @@ from rewriters.ir.graph import Node
 from rewriters.tiling.ft_segments import TileableComponent, try_segment
 from rewriters.tiling.one_loop import in_one_loop, with_final_sums
 from rewriters.tiling.tile_planner import Halo
-from tflms_sft._search.block_search import BlockChoice
+from tflms_sft._search.block_choices import BlockChoice
 from tflms_sft._search.traced_step import TracedStep
 
 

@@ -25,7 +25,7 @@ from rewriters.tiling.one_loop import in_one_loop
 from rewriters.tiling.segment import Segment
 from rewriters.tiling.tile_grids import auto_grids, coarsest_fitting, fastest, thinned
 from rewriters.tiling.tile_planner import Grid, Halo, TileLoop
-from tflms_sft._search.block_search import BlockChoice
+from tflms_sft._search.block_choices import BlockChoice
 from tflms_sft._search.traced_step import TracedStep
 
 GRID_GROWTH = 1.4

@@ -18,7 +18,7 @@ from rewriters.rules.registry import TileKind, find_rule
 from rewriters.tiling.ft_segments import TileableComponent, try_segment
 from rewriters.tiling.segment import Segment
 from rewriters.tiling.tile_planner import Grid
-from tflms_sft._search.block_search import BlockChoice, select_cuts
+from tflms_sft._search.block_choices import BlockChoice, select_cuts
 from tflms_sft._search.segment_tilings import EstimateCache, segment_tilings
 from tflms_sft._search.traced_step import TracedStep
 

@@ -6,6 +6,7 @@ segment that reads it, in memory or in a file. The bytes of untiled intervals ar
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import math
@@ -21,7 +22,7 @@ from rewriters.emission.loop_tensors import loop_operand
 from rewriters.emission.tile_pass import SegmentPlan
 from rewriters.ir.graph import Node, Tensor
 from rewriters.tiling.segment import Segment
-from tflms_sft._search.block_search import BlockChoice
+from tflms_sft._search.block_choices import BlockChoice
 from tflms_sft._search.moments import StepMoments
 from tflms_sft._search.priced_paths import Option, Path, Stretch
 from tflms_sft._search.segment_plans import segment_plans
@@ -72,6 +73,20 @@ class TrainingStretches:
         untiled = list(self._untiled())
         self.stretches = [*untiled, *self._tiled()]
         self.outside_seconds = traced.seconds - sum(stretch.ways[0].seconds for stretch in untiled)
+
+    def in_memory(self) -> TrainingStretches:
+        """Return the same stretches without files."""
+        stretches = copy.copy(self)
+        stretches._traced = dataclasses.replace(self._traced, files=None)
+        stretches.stretches = [
+            dataclasses.replace(
+                stretch,
+                ways=[way for way in stretch.ways if not cast(StretchChoice, way.choice).rows_in_files],
+                homes=[places[:1] for places in stretch.homes],
+            )
+            for stretch in self.stretches
+        ]
+        return stretches
 
     def _intervals(self) -> Iterator[tuple[int, int, int, int]]:
         """Yield the number, the component and the bounds of each interval."""
@@ -132,8 +147,8 @@ class TrainingStretches:
 
     def _seconds_beside(self, segment: Segment, ops: Sequence[Node]) -> float:
         """Return the time of those ops that stay untiled beside a segment, less that of others that it tiles."""
-        tiled, own, costs = {*segment.forward, *segment.backward}, set(ops), self._traced.costs
-        return costs.step(own - tiled) - costs.step(tiled - own)
+        tiled, interval, costs = {*segment.forward, *segment.backward}, set(ops), self._traced.costs
+        return costs.step(interval - tiled) - costs.step(tiled - interval)
 
     # Ways ----------------------------------------------------------------------------------------------------
 
@@ -236,8 +251,8 @@ def _choices(path: Path) -> list[StretchChoice]:
 
 def _undominated(ways: Iterable[Option]) -> list[Option]:
     """Return the ways that no other one beats in time and in the bytes of all moments."""
-    kept: list[Option] = []
+    faster_ways: list[Option] = []
     for way in sorted(ways, key=lambda way: way.seconds):
-        if not any(np.all(other.usage <= way.usage) for other in kept):
-            kept.append(way)
-    return kept
+        if not any(np.all(other.usage <= way.usage) for other in faster_ways):
+            faster_ways.append(way)
+    return faster_ways
