@@ -131,6 +131,9 @@ def test_search_in_memory_shares_estimates_and_uses_no_files(monkeypatch):
     assert search.smallest.files is not None
     monkeypatch.setattr(training_stretches.TrainingStretches, "__init__", None)  # Nothing is estimated again.
     smallest = search.in_memory.smallest
+    stretches = search.in_memory._stretches.stretches
+    assert all(len(places) == 1 for stretch in stretches for places in stretch.homes)
+    assert not any(way.choice.rows_in_files for stretch in stretches for way in stretch.ways)
     assert smallest.files is None and smallest.plans
     assert search.smallest.peak.peak_bytes <= smallest.peak.peak_bytes < traced.plain.peak.peak_bytes
     assert search.in_memory.in_memory is search.in_memory
