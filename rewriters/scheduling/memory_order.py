@@ -1,4 +1,4 @@
-"""An order of large ops that needs little memory, by control edges."""
+"""Orders of large ops that need little memory, by control edges."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class MemoryOrder(enum.Enum):
     """Control edges for less memory.
 
     Attributes:
-        EXECUTOR: None: TensorFlow's executor runs every op that is ready.
-        DELAYED: Large ops that could run early wait.
-        SERIAL: They wait, and large ops run one after another. Concurrent ones need more memory, but a gradient of a
-            filter may be left for later, with the images that it reads.
+        EXECUTOR: No edges: TensorFlow's executor runs every op that is ready.
+        DELAYED: Large ops that could run early wait for the values that they are combined with.
+        SERIAL: As `DELAYED`, and large ops run one after another. The gradient of a filter may run late, so that the
+            images that it reads stay in memory.
     """
 
     EXECUTOR = "executor"

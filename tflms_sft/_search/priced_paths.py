@@ -49,7 +49,7 @@ class Option:
     Attributes:
         seconds: Time that it takes.
         usage: Bytes at each moment of the step.
-        choice: What it stands for.
+        choice: Object that the option stands for, such as tiles, or a tensor in a file.
     """
 
     seconds: float
@@ -305,7 +305,7 @@ class PricedPaths:
         Args:
             path: A path of these stretches.
             limits: Bytes at each moment.
-            prices: Seconds for each byte at each moment, which tell the worth of other bytes.
+            prices: Seconds for each byte at each moment, by which replacements are compared.
         """
         stretches = [self._numbers[id(step.stretch)] for step in path.steps]
         options = [

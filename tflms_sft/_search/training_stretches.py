@@ -146,7 +146,7 @@ class TrainingStretches:
                         yield Stretch(begin, end, _undominated(ways), self._homes(segment, begin, end))
 
     def _seconds_beside(self, segment: Segment, ops: Sequence[Node]) -> float:
-        """Return the time of those ops that stay untiled beside a segment, less that of others that it tiles."""
+        """Return the time of an interval's ops outside of a segment, minus that of the segment's ops outside of it."""
         tiled, interval, costs = {*segment.forward, *segment.backward}, set(ops), self._traced.costs
         return costs.step(interval - tiled) - costs.step(tiled - interval)
 
