@@ -46,7 +46,7 @@ setup(
             f"tflms_sft.{name}"
             for name in (
                 *("_batches", "_cli", "_cluster", "_image_tiles", "_keras", "_machine", "_params", "_pipeline"),
-                *("_planner", "_report", "_rewrite", "_search", "_sources", "_trace", "_util", "_verify"),
+                *("_barriers", "_planner", "_report", "_rewrite", "_search", "_sources", "_trace", "_util", "_verify"),
             )
         ),
         "rewriters",

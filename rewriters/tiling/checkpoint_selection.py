@@ -113,6 +113,7 @@ class CheckpointSelection:
         batch: int,
         extra: frozenset[Tensor] = frozenset(),
         cheap_flops: float = 0.0,
+        wanted: frozenset[Tensor] | None = None,
     ) -> None:
         """Select the stored tensors.
 
@@ -122,9 +123,12 @@ class CheckpointSelection:
             batch: Batch size where the graph leaves it open.
             extra: Tensors that are stored in any case.
             cheap_flops: Flops per byte of a result up to which an op counts as cheap, whatever its rule says.
+            wanted: Tensors to store beside those that have to be; by default the results of expensive ops that a later
+                loop reads, and of cheap ones that are smaller than what they are computed from.
         """
         self._analysis = analysis
         self._cheap_flops = cheap_flops
+        self._wanted = wanted
         self._roles = roles
         self._batch = batch
         self._position = analysis.position
@@ -175,12 +179,14 @@ class CheckpointSelection:
         """Return the stored tensors: a fixpoint, because they decide in which loops ops are recomputed."""
         level = self._roles.level
         required = self.exits | self._extra
-        stored = required | self._compared | {t for t in self._storable if not self._is_cheap(t)}
+        is_wanted = self._wanted.__contains__ if self._wanted is not None else lambda t: not self._is_cheap(t)
+        stored = required | self._compared | set(filter(is_wanted, self._storable))
         seen = []
         for _ in range(MAX_ROUNDS):
             last = self._last_levels(stored)
             needed = {t for t in stored | self._compared if t in required or last.get(t, -1) > level[t.node]}
-            needed |= self._smaller_than_sources(needed, last)
+            if self._wanted is None:
+                needed |= self._smaller_than_sources(needed, last)
             if needed in seen:
                 break
             seen.append(needed)

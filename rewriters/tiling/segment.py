@@ -53,8 +53,8 @@ class Segment:
             such as a loss or a metric, and the ops before them.
         notes: Notes for the user.
         loop_specs: With barriers, the loops in the order in which they run. All kinds are `FULL` or `INVARIANT` then.
-        checkpoint_set: With barriers, the numbers of the family and of the set of checkpoints, by which a stored plan
-            is found again.
+        dropped: With barriers, the stored forward tensors that are dropped after their last forward reader, and
+            recomputed before the backward ops that read them.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Segment:
     final: list[Node] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
     loop_specs: list[LoopSpec] = dataclasses.field(default_factory=list)
-    checkpoint_set: tuple[int, int] | None = None
+    dropped: frozenset[Tensor] = frozenset()
 
     @property
     def sums(self) -> list[Node]:

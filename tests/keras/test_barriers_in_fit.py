@@ -115,7 +115,7 @@ def test_memory_budget_without_swaps_equals_original(part):
 
 def test_memory_budget_with_strips_equals_original(monkeypatch):
     """The search selects strips because tiles are made more expensive here."""
-    from tflms_sft._search import barrier_search
+    from tflms_sft._barriers import barrier_search
 
     found = []
 

@@ -8,10 +8,10 @@ from rewriters.emission.loop_signature import program_signature
 from rewriters.emission.tile_pass import plan_segment
 from rewriters.estimates.op_cost import CostModel
 from rewriters.tiling.tile_planner import Grid, Halo
+from tflms_sft._barriers.barriers import Barriers
+from tflms_sft._barriers.tiled_loops import TiledLoops
 from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._planner.swap_search import SwapSearch
-from tflms_sft._search import barrier_search
-from tflms_sft._search.barrier_search import Barriers, BarrierSearch, CheckpointPlan, TiledLoops
 from tflms_sft._search.segment_tilings import LoopEstimates
 from tflms_sft._search.traced_step import analyse_step, least_peak, predict
 
@@ -22,8 +22,9 @@ def traced(net):
     return analyse_step(keras_step(net, (24, 20), 2, steps=1).concrete_fn)
 
 
-def sets_of(barriers):
-    return [checkpoints for family in barriers.families for checkpoints in family]
+def segments_of(barriers):
+    pairs = zip(barriers.selections, barriers.families, strict=True)
+    return [barriers.segment("segment1", selection, dropped) for selection, family in pairs for dropped in family]
 
 
 @pytest.mark.parametrize("allocator", ALLOCATORS)
@@ -31,9 +32,7 @@ def sets_of(barriers):
 def test_no_peak_is_below_its_lower_bound(net, allocator, plan_with):
     plan_with(**ALLOCATORS[allocator])
     step = traced(net)
-    barriers = Barriers(step)
-    for checkpoints in sets_of(barriers):
-        segment = barriers.segment("segment1", checkpoints)
+    for segment in segments_of(Barriers(step)):
         for halo, tiles in ((h, n) for h in Halo for n in (1, 3)):
             plans = [plan_segment(step.analysis, segment, Grid(1, (tiles, 1)), Grid(2, (2 * tiles, 1)), halo)]
             bound, peak = least_peak(step, plans), predict(step, plans).peak.peak_bytes
@@ -45,47 +44,12 @@ def test_no_peak_is_below_its_lower_bound(net, allocator, plan_with):
     assert bound <= least_peak(step, plans)
 
 
-def test_sets_whose_bounds_are_above_the_limit_are_not_modelled(monkeypatch):
-    step = traced(chain)
-    plan = CheckpointPlan(LoopEstimates(step), Barriers(step).segment("segment1", Barriers(step).smallest))
-    monkeypatch.setattr(barrier_search, "predict", lambda *args, **options: pytest.fail("modelled"))
-    assert not plan.fits(plan.least_bytes - 1)
-
-
-def test_small_iterations_that_fit_are_preferred_to_finer_grids(monkeypatch):
-    """A target below the bytes beside the loops asks for the finest grids, which are slow."""
-    step = traced(chain)
-    plan = CheckpointPlan(LoopEstimates(step), Barriers(step).segment("segment1", Barriers(step).smallest))
-
-    def finest(self, halo, target):
-        return 0, [grids[-1] for grids in self._loops[halo].grids]
-
-    monkeypatch.setattr(CheckpointPlan, "_for_target", finest)
-    slow = predict(step, [plan._loops[Halo.RECOMPUTE].planned(finest(plan, Halo.RECOMPUTE, 0)[1])])
-    limit = max(plan.smallest.peak.peak_bytes, slow.peak.peak_bytes)
-    assert plan.smallest.time_ratio < slow.time_ratio
-    assert plan.fastest_within(Halo.RECOMPUTE, limit) is plan.smallest
-
-
-def test_swaps_are_possible_down_to_the_largest_loop():
-    step = traced(chain)
-    search = BarrierSearch(step, Barriers(step))
-    bounds = []
-    for checkpoints in sets_of(Barriers(step)):
-        segment = Barriers(step).segment("segment1", checkpoints)
-        for tiles in (1, 2, 4, 8):
-            plan = plan_segment(step.analysis, segment, Grid(1, (tiles, 1)), Grid(2, (tiles, 1)))
-            bounds.append(least_peak(step, [plan], swapped=True))
-    assert search.may_fit_with_swaps(min(bounds))
-    assert not search.may_fit_with_swaps(min(bounds) // 2)
-
-
 @pytest.mark.parametrize("halo", Halo)
 def test_sets_of_checkpoints_share_equal_loops_under_their_own_names(halo):
     step = traced(chain)
     barriers, estimates, costs = Barriers(step), LoopEstimates(step), CostModel(step.analysis, step.batch, step.rates)
-    first, *_, last = sets_of(barriers)
-    segments = [barriers.segment("segment1", checkpoints) for checkpoints in (first, last, first)]
+    first, *_, last = segments_of(barriers)
+    segments = [first, last, barriers.segment("segment1", barriers.selections[0])]
     assert segments[0].loop_specs[0] is segments[2].loop_specs[0]
     assert len(segments[0].loop_specs) != len(segments[1].loop_specs), "so that names differ"
     for segment in segments:

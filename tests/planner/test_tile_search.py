@@ -5,7 +5,6 @@ import functools
 import gc
 import itertools
 import math
-import types
 
 import keras
 import numpy as np
@@ -25,11 +24,11 @@ from rewriters.tiling.ft_segments import find_components
 from rewriters.tiling.tile_grids import auto_grids, coarsest_fitting, loop_grids, thinned
 from rewriters.tiling.tile_planner import Grid, Halo, TileLoop
 from tflms_sft import AutoParams
-from tflms_sft._search.barrier_search import MAX_FAILURES, Barriers, BarrierSearch
+from tflms_sft._barriers.barriers import Barriers
 from tflms_sft._search.inference_blocks import InferenceBlocks, LiveTensors
 from tflms_sft._search.priced_search import PricedSearch
 from tflms_sft._search.segment_tilings import LoopEstimates, _checkpoint_candidates
-from tflms_sft._search.traced_step import MAX_SKELETONS, Candidate, analyse_step, predict
+from tflms_sft._search.traced_step import MAX_SKELETONS, analyse_step, predict
 from tflms_sft._search.training_blocks import backward_positions
 
 
@@ -113,7 +112,8 @@ def test_budget_splits_long_side_of_image_first():
 def test_backward_positions_lie_behind_their_forward_ops():
     analysis, _ = segment_of(64, 64)
     (component,), _ = ft_segments.find_components(analysis)
-    positions = backward_positions(analysis, component)
+    position = {node: index for index, node in enumerate(component.nodes)}
+    positions = backward_positions(analysis, position, analysis.position[component.nodes[0]])
     forward = [index for index, node in enumerate(component.nodes) if node.op == "Conv2D"]
     filters = [positions[node] for node in analysis.order if node.op == "Conv2DBackpropFilter"]
     assert len(filters) == len(forward) == 6
@@ -208,38 +208,13 @@ def test_smallest_budget_is_below_original_peak_and_met(size, batch, depth):
     assert 0.9 * smallest < caught.value.smallest_bytes <= smallest
 
 
-class OneSet:
-    """A set of checkpoints and its plan, as far as the search for the smallest one reads them."""
-
-    def __init__(self, bound_bytes, peak_bytes):
-        self.bound_bytes = self.least_bytes = bound_bytes
-        self.smallest = Candidate([], types.SimpleNamespace(peak_bytes=peak_bytes), 1.0)
-
-    def fits(self, limit):
-        if self.least_bytes <= limit:
-            self.least_bytes = self.smallest.peak.peak_bytes
-        return self.least_bytes <= limit
-
-
-def test_smallest_plan_with_barriers_is_equal_after_any_search(monkeypatch):
-    """An error names its peak, and the search within that budget has to find it again."""
-    monkeypatch.setattr(BarrierSearch, "_plan", lambda self, one: one)
-    traced = analyse_step(keras_step(chain, (24, 20), 2, steps=1).concrete_fn)
-    for searched in (False, True):
-        sets = [OneSet(10, 900), *[OneSet(20 + number, 800) for number in range(MAX_FAILURES + 1)], OneSet(19, 700)]
-        if searched:
-            sets[-1].fits(600)
-        barriers = types.SimpleNamespace(families=[sets], left=[])
-        assert BarrierSearch(traced, barriers).smallest is sets[-1].smallest
-
-
 def test_predict_with_cached_skeleton_equals_fresh_one():
     """Compare the prediction with that of a step without cached skeletons."""
     traced = analyse_step(keras_step(chain, (24, 20), 2, steps=1).concrete_fn)
     barriers = Barriers(traced)
-    segments = [barriers.segment("segment1", way) for family in barriers.families for way in family]
+    segments = [barriers.segment("segment1", barriers.selections[0]), barriers.smallest("segment1")]
     counts = []
-    for segment in (segments[0], segments[-1]):
+    for segment in segments:
         for halo, grid in ((h, Grid(1, (n, 1))) for h in Halo for n in (1, 2, 3, 6)):
             plan = plan_segment(traced.analysis, segment, grid, Grid(1, (2 * grid.spatial[0], 1)), halo)
             prediction = predict(traced, [plan])
@@ -252,7 +227,7 @@ def test_predict_caches_limited_number_of_skeletons():
     traced = analyse_step(keras_step(chain, (24, 20), 2, steps=1).concrete_fn)
     barriers = Barriers(traced)
     for _ in range(MAX_SKELETONS + 2):
-        segment = barriers.segment("segment1", barriers.smallest)
+        segment = barriers.smallest("segment1")
         predict(traced, [plan_segment(traced.analysis, segment, Grid(1, (2, 1)))])
     assert len(traced.models.skeletons) == MAX_SKELETONS
 

@@ -32,6 +32,7 @@ ORDER = (
     "tflms_sft._trace",
     "tflms_sft._report",
     "tflms_sft._search",
+    "tflms_sft._barriers",
     "tflms_sft._planner",
     "tflms_sft._pipeline",
     "tflms_sft._batches",

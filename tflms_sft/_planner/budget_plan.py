@@ -32,14 +32,8 @@ class TileSearch(Protocol):
     def smallest(self) -> Candidate:
         """Plan with the lowest peak found."""
 
-    def least_seconds(self, limit: int) -> float:
-        """Return a lower bound of the time of any plan whose step stays within `limit` bytes, 0 if none is known."""
-
     def fastest_within(self, limit: int) -> Candidate | None:
         """Return the fastest plan found whose step stays within `limit` bytes."""
-
-    def may_fit_with_swaps(self, limit: int) -> bool:
-        """Return false if no tile plan, with any swaps, can stay within `limit` bytes; true if unknown."""
 
     def proposed(self, target: int) -> Candidate | None:
         """Return the plan for a target, whether its step meets it or not."""

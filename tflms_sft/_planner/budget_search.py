@@ -1,9 +1,9 @@
 """Plans within a memory budget: tiles, swaps, or both, whichever is predicted to be fastest.
 
-A step that fits is not rewritten. Otherwise the candidates are tiles and swaps alone; tiles of a step without barriers
-may have results in files. Where nothing fits yet, or all take more than `MAX_TIME_RATIO_ALONE` times as long as the
-original step, more are candidates: for a step with barriers tiles with all large results in files, swaps of small
-tensors too, and tiles together with swaps. If nothing fits, the plan that needs least is tried.
+A step that fits is not rewritten. Otherwise the candidates are tiles, which may have results in files, and swaps alone.
+Where nothing fits yet, or all take more than `MAX_TIME_RATIO_ALONE` times as long as the original step and no results
+may lie in files, more are candidates: swaps of small tensors too, and tiles together with swaps. If nothing fits, the
+plan that needs least is tried.
 
 Plans of smaller budgets for the same traced step are candidates, so that a larger budget is never slower in a process.
 No plan counts as faster than the original step.
@@ -23,6 +23,8 @@ from rewriters.device.peak_memory import Peak
 from rewriters.emission.file_buffers import FileBuffers, reason_without_files
 from rewriters.emission.tile_pass import SegmentPlan
 from rewriters.errors import BudgetError
+from tflms_sft._barriers.barrier_search import BarrierSearch
+from tflms_sft._barriers.barriers import Barriers
 from tflms_sft._machine.memory_info import device_memory_limit, device_names
 from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._params.tile_params import AutoParams
@@ -31,7 +33,6 @@ from tflms_sft._planner.plan_description import reasons, takes_most
 from tflms_sft._planner.swap_planner import reason_without_tier
 from tflms_sft._planner.swap_search import SwapSearch
 from tflms_sft._report.summary import excess_remedy, time_text
-from tflms_sft._search.barrier_search import Barriers, BarrierSearch
 from tflms_sft._search.inference_search import InferenceSearch
 from tflms_sft._search.priced_search import PricedSearch
 from tflms_sft._search.traced_step import (
@@ -39,7 +40,6 @@ from tflms_sft._search.traced_step import (
     TracedStep,
     least_peak,
     seconds_of,
-    sizes_in_files,
 )
 from tflms_sft._util.byte_sizes import enough_bytes, format_bytes
 from tflms_sft._util.text import shortened
@@ -185,8 +185,9 @@ def feasible_plans(
     alone = None if params.swap is False else swaps_alone(traced, swap, limit)
     swapped = math.inf if alone is None else alone.seconds
     _tell(traced, [] if alone is None else [alone])
-    tiled = traced.seconds if alone is None else max(search.least_seconds(limit), traced.seconds)
-    tiles = search.fastest_within(limit) if tiled < swapped else None
+    tiles, tiled = None, traced.seconds
+    if tiled < swapped:
+        tiles = search.fastest_within(limit)
     if tiled < swapped and (tiles is None or not have_room(traced, tiles)):
         tiles = search.in_memory.fastest_within(limit)
     if tiles is not None:
@@ -195,19 +196,17 @@ def feasible_plans(
         _tell(traced, options)
     if alone is not None and (tiles is None or swapped < tiled):
         ratios = [f"{max(seconds / traced.seconds, 1.0):.2f}x" for seconds in (tiled, swapped)]
-        bound = "" if tiles is not None else " or more"
-        slower = f"tiles would take {ratios[0]} the time{bound}" if len(set(ratios)) > 1 else "tiles are no faster"
+        slower = f"tiles would take {ratios[0]} the time" if len(set(ratios)) > 1 else "tiles are no faster"
         why = slower if tiles is not None or tiled >= swapped else "no tiles fit"
         plan = dataclasses.replace(alone.plan, left=search.left, why=f"swaps, because {why}")
         options.append(dataclasses.replace(alone, plan=plan))
     slow = MAX_TIME_RATIO_ALONE * traced.seconds
-    if all(option.seconds > slow for option in options) and least.in_files is not None:
-        options += least.in_files.fastest_within(limit)
     if not options:
         options += least.swaps_alone(limit)
     _tell(traced, options)
     fastest = min((option.seconds for option in options), default=math.inf)
-    if params.swap is not False and fastest > slow:
+    decides_on_files = search.in_memory is not search
+    if params.swap is not False and fastest > (math.inf if decides_on_files and options else slow):
         options += _together(traced, search.in_memory, swap, limit, fastest)
     earlier: list[FeasiblePlan] = traced.once(f"plans {params.swap}", list)  # Those of smaller budgets fit as well.
     fitting = [one for one in earlier if one.peak_bytes <= limit and have_room(traced, one.plan)]
@@ -244,7 +243,7 @@ def _search(traced: TracedStep, files: FileBuffers | None = None) -> TileSearch:
             return InferenceSearch(traced)
         barriers = traced.once("barriers", lambda: Barriers(traced))
         if barriers.present:
-            return BarrierSearch(traced, barriers)
+            return BarrierSearch(dataclasses.replace(traced, files=files), barriers)
         return PricedSearch(dataclasses.replace(traced, files=files))
 
     return traced.once(f"search {files}", begin)
@@ -281,8 +280,6 @@ def _together(
     Planning swaps takes long. So tiles are skipped with which no swaps fit, and those that are estimated to take
     `fastest` seconds or more where only their excess over the limit leaves and comes back.
     """
-    if not search.may_fit_with_swaps(limit):
-        return
     plain, why = traced.plain.peak.peak_bytes, BOTH if fastest == math.inf else FASTER
     tried: set[tuple[float, int]] = set()
     for target in (*(fraction * plain for fraction in TILE_PEAK_FRACTIONS if fraction * plain > limit), limit):
@@ -306,34 +303,6 @@ def _together(
                 )
                 _tell(traced, [both])
                 yield both
-
-
-class TilesInFiles:
-    """Tile plans whose loops write the large results that `files` selects to files."""
-
-    def __init__(self, traced: TracedStep, files: FileBuffers) -> None:
-        self._traced = dataclasses.replace(traced, files=files)
-        self._files = files
-        self._search = _search(self._traced)
-
-    def fastest_within(self, limit: int) -> list[FeasiblePlan]:
-        """Return the fastest plan found that fits, if the disk has room for its files."""
-        tiles = self._search.fastest_within(limit)
-        return [] if tiles is None else self._feasible(tiles)
-
-    def least_within(self, limit: int) -> list[FeasiblePlan]:
-        """Return the plan with the lowest peak, if it fits and the disk has room for its files."""
-        smallest = self._search.smallest
-        return self._feasible(smallest) if smallest.peak.peak_bytes <= limit else []
-
-    def smaller_than(self, other: Candidate) -> Candidate:
-        """Return the plan with the lowest peak if it is below that of another plan and has room; else the other."""
-        return self._search.smallest if self.least_within(other.peak.peak_bytes - 1) else other
-
-    def _feasible(self, tiles: Candidate) -> list[FeasiblePlan]:
-        if not sizes_in_files(self._traced, tiles.plans) or not have_room(self._traced, tiles):
-            return []
-        return [of_tiles(self._traced, tiles, self._search.left)]
 
 
 class LeastMemory:
@@ -376,13 +345,6 @@ class LeastMemory:
         plans = self._with_swaps(self._traced.plain, self._untiled, limit)
         return [plan for plan in plans if plan.plan.swaps is not None and self._untiled.has_room(plan.plan.swaps)]
 
-    @functools.cached_property
-    def in_files(self) -> TilesInFiles | None:
-        """Tile plans with all results in files; `None` if none may be written, or the search decides on each."""
-        files = _files_allowed(self._traced, self._params)
-        decides = self._search.in_memory is not self._search
-        return None if files is None or decides else TilesInFiles(self._traced, files)
-
     def within(self, limit: int) -> Iterator[FeasiblePlan]:
         """Yield the plans that fit, so that the smallest budget that an error names can be met, and any above."""
         tiles = self._tiles
@@ -390,8 +352,6 @@ class LeastMemory:
             yield of_tiles(self._traced, tiles, self._search.left)
         for candidate, swaps in self._swapped():
             yield from self._with_swaps(candidate, swaps, limit)
-        if self.in_files is not None:
-            yield from self.in_files.least_within(limit)
 
     def _with_swaps(self, candidate: Candidate, swaps: SwapSearch, limit: int) -> list[FeasiblePlan]:
         """Return the plan with tiles and swaps, if it fits."""
@@ -406,8 +366,6 @@ class LeastMemory:
     def smallest(self) -> Candidate:
         """Return the plan with the lowest peak of tiles, of swaps, and of both; its time includes transfers."""
         smallest, original_seconds = self._tiles, self._traced.seconds
-        if self.in_files is not None:
-            smallest = self.in_files.smaller_than(smallest)
         for candidate, swaps in self._swapped():
             if swaps.smallest is not None and swaps.smallest[1].peak_bytes < smallest.peak.peak_bytes:
                 count, peak = swaps.smallest

@@ -20,10 +20,11 @@ from rewriters.tiling.ft_segments import SkippedOps, auto_segments, next_name
 from rewriters.tiling.segment import Segment, build_segment, forward_ops
 from rewriters.tiling.tile_grids import auto_grids, coarsest_fitting, first_axis
 from rewriters.tiling.tile_planner import Grid, Halo
+from tflms_sft._barriers.barriers import Barriers
+from tflms_sft._barriers.tiled_loops import plan_for_capacity
 from tflms_sft._params.tile_counts import NumTiles, axis_names, parse_num_tiles
 from tflms_sft._params.tile_params import SegmentSpec, SFTParams
 from tflms_sft._planner.automatic_segments import MAX_PEAK_FRACTION, PlanSegment, RequestedSearch, best_candidate
-from tflms_sft._search.barrier_search import Barriers, plan_for_capacity
 from tflms_sft._search.traced_step import Candidate, TracedStep, predict
 from tflms_sft._trace.layer_names import resolve
 
@@ -134,16 +135,16 @@ def _longest_segments(
     """Return the longest segments of a step, or of its `allowed` ops, and the ops without; `names` counts segments."""
     barriers = Barriers(traced, allowed)
     if barriers.present:
-        return [barriers.segment(next_name(names), barriers.smallest)], barriers.left
+        return [barriers.smallest(next_name(names))], barriers.left
     return auto_segments(traced.analysis, params.memory_capacity, traced.batch, names, allowed)
 
 
 def _with_barriers(traced: TracedStep, barriers: Barriers, plan: PlanSegment) -> Iterator[Candidate]:
     """Yield plans with sets of checkpoints of each family, from the fewest saved bytes to the most."""
-    for family in barriers.families:
+    for selection, family in zip(barriers.selections, barriers.families, strict=True):
         stride = -(-len(family) // MAX_CHECKPOINT_SETS)
-        for checkpoints in family[::-stride]:
-            yield _candidate(traced, [barriers.segment("segment1", checkpoints)], plan)
+        for dropped in family[::-stride]:
+            yield _candidate(traced, [barriers.segment("segment1", selection, dropped)], plan)
 
 
 def _candidate(traced: TracedStep, segments: Iterable[Segment], plan: PlanSegment) -> Candidate:
@@ -241,7 +242,7 @@ def _named_segment(
         if not barriers.present:
             raise SegmentError(f"{_text_of(spec)} cannot be tiled: {_with_layer(traced, error)}") from None
         _refuse_untiled(traced, spec, barriers, exits, stored)
-        segment = barriers.segment(name, barriers.smallest)
+        segment = barriers.smallest(name)
     extra = [t for t in segment.exits if t not in exits]
     segment.notes.extend(f"`{t.name}` is also an exit, because ops outside of the segment read it" for t in extra)
     return segment

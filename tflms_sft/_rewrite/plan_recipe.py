@@ -21,14 +21,15 @@ from rewriters.tiling.ft_segments import find_components
 from rewriters.tiling.one_loop import with_final_sums
 from rewriters.tiling.segment import build_segment
 from rewriters.tiling.tile_planner import Grid, Halo
+from tflms_sft._barriers.barriers import Barriers
+from tflms_sft._barriers.tiled_loops import TiledLoops
 from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._planner.budget_plan import BudgetPlan
-from tflms_sft._search.barrier_search import Barriers, TiledLoops
 from tflms_sft._search.segment_tilings import LoopEstimates
 from tflms_sft._search.traced_step import TracedStep
 from tflms_sft._version import __version__
 
-FORMAT = 5
+FORMAT = 6
 """Version of the JSON object."""
 
 Recipe = dict[str, Any]
@@ -81,10 +82,12 @@ def _segment_recipe(position: Mapping[Node, int], plan: SegmentPlan) -> Recipe:
     return {
         "name": segment.name,
         "ops": sorted(position[node] for node in segment.forward if node not in segment.final),
+        "backward": sorted(position[node] for node in segment.backward) if segment.loop_specs else [],
         "one_loop": segment.one_loop,
         "final": bool(segment.final),
         "stored": _tensors(position, segment.stored),
-        "checkpoints": segment.checkpoint_set,
+        "dropped": _tensors(position, segment.dropped),
+        "barriers": bool(segment.loop_specs),
         "grids": [[loop.grid.batch, *loop.grid.spatial] for loop in plan.loops],
         "halo": plan.halo.value,
     }
@@ -125,7 +128,8 @@ def plan_from(traced: TracedStep, recipe: Recipe) -> BudgetPlan | None:
     barriers = Barriers(traced)
     for item in recipe["segments"]:
         try:
-            plan = _barrier_plan(traced, barriers, item) or _chain_plan(traced, item, backward_ops)
+            is_chain = not item["barriers"]
+            plan = _chain_plan(traced, item, backward_ops) if is_chain else _barrier_plan(traced, item)
         except NotTileableError:
             return None
         backward_ops.update(plan.segment.backward)
@@ -141,11 +145,11 @@ def _grids(item: Recipe) -> list[Grid]:
     return [Grid(batch, tuple(spatial)) for batch, *spatial in item["grids"]]
 
 
-def _barrier_plan(traced: TracedStep, barriers: Barriers, item: Recipe) -> SegmentPlan | None:
-    if item["checkpoints"] is None:
-        return None
-    family, number = item["checkpoints"]
-    segment = barriers.segment(item["name"], barriers.families[family][number])
+def _barrier_plan(traced: TracedStep, item: Recipe) -> SegmentPlan:
+    order = traced.analysis.order
+    allowed = {order[index] for index in (*item["ops"], *item["backward"])}
+    stored, dropped = (frozenset(order[index].out(n) for index, n in item[key]) for key in ("stored", "dropped"))
+    segment = Barriers(traced, allowed).segment_storing(item["name"], stored, dropped)
     return TiledLoops(LoopEstimates(traced), segment, halo=Halo(item["halo"])).planned(_grids(item))
 
 

@@ -52,14 +52,6 @@ class InferenceSearch:
         """This search, which decides on no files."""
         return self
 
-    def may_fit_with_swaps(self, limit: int) -> bool:
-        """Return true: this search has no lower bounds."""
-        return True
-
-    def least_seconds(self, limit: int) -> float:
-        """Return 0: a bound of the time takes as long as the search."""
-        return 0.0
-
     def proposed(self, target: int) -> Candidate | None:
         """Return the plan for a target, whether its step meets it or not."""
         return self._candidate(target, {}) if self._chains else None

@@ -15,8 +15,9 @@ of a step is that of B. T. Polyak, "Minimization of Unsmooth Functionals", 1969,
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -37,6 +38,12 @@ MAX_REPLACED_STRETCHES = 3
 
 MIN_REDUCTION = 0.01
 """Least reduction of the excess over a limit, over the excess, that a repair of a plan takes."""
+
+WORTH_IMPROVING = 1.1
+"""Time of a path that fits, over the least so far, up to which it is improved."""
+
+MAX_IMPROVED = 16
+"""Paths that are improved for one limit."""
 
 MAX_PRICE_FACTOR, FACTOR_BISECTIONS = 1e9, 5
 """Factor of prices up to which a path that fits is sought, and the bisections for the smallest one."""
@@ -154,15 +161,19 @@ class PricedPaths:
         self.stretches = sorted(stretches, key=lambda stretch: stretch.begin)
         self._numbers = {id(stretch): number for number, stretch in enumerate(self.stretches)}
         self._last = max(stretch.end for stretch in stretches)
-        groups = [group for stretch in self.stretches for group in (stretch.ways, *stretch.homes)]
-        self._options = [option for group in groups for option in group]
+        of_stretch = [(stretch.ways, *stretch.homes) for stretch in self.stretches]
+        groups = {id(group): group for group in itertools.chain(*of_stretch)}  # Stretches may share them.
+        self._options = [option for group in groups.values() for option in group]
         self._seconds = np.array([option.seconds for option in self._options])
         self._sums = np.array([option.usage for option in self._options], dtype=float)
         self._usage = self._sums.copy()
-        begins = [0, *itertools.accumulate(len(group) for group in groups)]
+        begins = [0, *itertools.accumulate(len(group) for group in groups.values())]
         self._group_begins = np.array(begins[:-1])
-        spans = iter(itertools.pairwise(begins))
-        self._groups = [list(itertools.islice(spans, 1 + len(stretch.homes))) for stretch in self.stretches]
+        spans = dict(zip(groups, itertools.pairwise(begins), strict=True))
+        self._known_between: dict[tuple[int, int], list[list[int]]] = {}
+        self._groups = [[spans[id(group)] for group in of_one] for of_one in of_stretch]
+        positions = {one: position for position, one in enumerate(groups)}
+        self._group_numbers = np.array([positions[id(group)] for group in itertools.chain(*of_stretch)])
         self._stretch_begins = np.cumsum([0, *map(len, self._groups)])[:-1]
         self._from: list[list[int]] = [[] for _ in range(self._last)]
         for number, stretch in enumerate(self.stretches):
@@ -212,7 +223,7 @@ class PricedPaths:
         prices, top = np.zeros(len(limits)), np.zeros(len(limits))
         bound, length, stale = -np.inf, 1.0, 0
         best = self._least_usage(limits)
-        tried = set[tuple[tuple[int, ...], ...]]()
+        tried, least = set[tuple[tuple[int, ...], ...]](), np.inf
         for _ in range(MAX_ROUNDS):
             path = self._cheapest(prices)
             value = path.seconds + float(prices @ (path.usage - limits))
@@ -220,8 +231,10 @@ class PricedPaths:
             if value > bound:
                 bound, top = value, prices
             for fitting in self._fitting(path, prices, limits):
-                if fitting.options not in tried:
+                is_worth = fitting.seconds < WORTH_IMPROVING * least and len(tried) < MAX_IMPROVED
+                if is_worth and fitting.options not in tried:
                     tried.add(fitting.options)
+                    least = min(least, fitting.seconds)
                     best = min(filter(None, (best, self._improved(fitting, prices, limits))), key=_rank)
             if best is not None and best.seconds - bound <= SMALL_GAP * abs(bound):
                 break
@@ -244,7 +257,7 @@ class PricedPaths:
     def _shortest(self, costs: np.ndarray) -> _Picks:
         """Return the shortest path if each option has a cost of its own."""
         cheapest = np.minimum.reduceat(costs, self._group_begins)
-        lengths = np.add.reduceat(cheapest, self._stretch_begins)
+        lengths = np.add.reduceat(cheapest[self._group_numbers], self._stretch_begins)
         total, before = np.full(self._last + 1, np.inf), np.full(self._last + 1, -1)
         total[0] = 0.0
         for begin, numbers in enumerate(self._from):
@@ -329,93 +342,112 @@ class PricedPaths:
         self, path: _Picks, prices: np.ndarray, limits: np.ndarray, *, same_stretches: bool = False
     ) -> _Picks:
         """Return a path after replacements that reduce its excess, each by the most bytes for its time."""
-        costs = self._seconds + self._usage @ prices
+        cheapest = self._cheapest_ways(prices)
         while not path.fits(limits):
-            excess = _excess(path.usage, limits)
-
-            def seconds_per_byte(other: _Picks, path: _Picks = path, excess: float = excess) -> float:
-                return (other.seconds - path.seconds) / (excess - _excess(other.usage, limits))
-
-            others = (
-                one
-                for one in self._others(path, costs, limits, same_stretches=same_stretches)
-                if _excess(one.usage, limits) < (1 - MIN_REDUCTION) * excess
-            )
-            best = min(others, key=seconds_per_byte, default=None)
+            excess, best, lowest = _excess(path.usage, limits), None, np.inf
+            for others in self._others(path, cheapest, same_stretches=same_stretches):
+                reduction = excess - np.maximum(others.usage - limits, 0.0).sum(axis=1)
+                reduces = reduction > MIN_REDUCTION * excess
+                if reduces.any():
+                    slower = others.seconds - path.seconds
+                    rates = np.where(reduces, slower / np.where(reduces, reduction, 1.0), np.inf)
+                    index = int(np.argmin(rates))
+                    if rates[index] < lowest:
+                        lowest, best = rates[index], functools.partial(others.picks, index)
             if best is None:
                 return path
-            path = best
+            path = best()
         return path
-
-    def _others(self, path: _Picks, costs: np.ndarray, limits: np.ndarray, *, same_stretches: bool) -> Iterator[_Picks]:
-        """Yield the paths with another option, and those with other stretches for a few in a row."""
-        for position, chosen in enumerate(path.options):
-            number = path.stretches[position]
-            for group, (begin, end) in enumerate(self._groups[number]):
-                for option in range(begin, end):
-                    if option != chosen[group]:
-                        options = (*chosen[:group], option, *chosen[group + 1 :])
-                        yield self._replaced(path, position, position + 1, [number], [options])
-        yield from self._neighbours(path, costs, limits, same_stretches=same_stretches)
 
     def _improved(
         self, path: _Picks, prices: np.ndarray, limits: np.ndarray, *, same_stretches: bool = False
     ) -> _Picks:
         """Return a path that fits after all replacements that make it faster and fit."""
-        costs = self._seconds + self._usage @ prices
+        cheapest, allowed = self._cheapest_ways(prices), (1 + ROUNDING) * limits
         while True:
-            others = self._neighbours(path, costs, limits, same_stretches=same_stretches)
-            fits = (one for one in others if one.fits(limits))
-            best = min((path, *fits), key=_rank)
-            if best.seconds >= (1 - ROUNDING) * path.seconds:
+            best, least = None, (1 - ROUNDING) * path.seconds
+            for others in self._others(path, cheapest, same_stretches=same_stretches):
+                seconds = np.where(others.seconds < least, others.seconds, np.inf)
+                faster = np.flatnonzero(seconds < np.inf)
+                fits = faster[np.all(others.usage[faster] <= allowed, axis=1)]
+                if fits.size:
+                    index = int(fits[np.argmin(seconds[fits])])
+                    least, best = seconds[index], functools.partial(others.picks, index)
+            if best is None:
                 return path
-            path = best
+            path = best()
 
-    def _neighbours(
-        self, path: _Picks, costs: np.ndarray, limits: np.ndarray, *, same_stretches: bool
-    ) -> Iterator[_Picks]:
-        """Yield faster paths with another option, or with one or two other stretches for a few in a row.
+    def _cheapest_ways(self, prices: np.ndarray) -> _CheapestWays:
+        """Return the cheapest options of all stretches at fixed prices."""
+        costs = self._seconds + self._usage @ prices
+        least = np.minimum.reduceat(costs, self._group_begins)
+        sizes = np.diff(self._group_begins, append=len(costs))
+        cheapest = np.flatnonzero(costs == np.repeat(least, sizes))
+        _, first = np.unique(np.repeat(np.arange(len(sizes)), sizes)[cheapest], return_index=True)
+        chosen = np.split(cheapest[first][self._group_numbers], self._stretch_begins[1:])
+        return _CheapestWays(chosen, self._seconds, self._usage)
 
-        Of a replaced group the fastest option that fits beside all others is taken, and the cheapest one of the others.
-        """
-        for position, chosen in enumerate(path.options):
-            number = path.stretches[position]
-            for options in self._filled(number, chosen, limits - path.usage):
-                yield self._replaced(path, position, position + 1, [number], [options])
+    def _others(self, path: _Picks, cheapest: _CheapestWays, *, same_stretches: bool) -> Iterator[_Others]:
+        """Yield the paths with another option, and those with one or two other stretches for a few in a row."""
+        yield self._other_options(path)
         if same_stretches:
             return
         for first in range(len(path.stretches)):
             for last in range(first + 1, min(first + MAX_REPLACED_STRETCHES, len(path.stretches)) + 1):
-                old = self._picks(path.stretches[first:last], path.options[first:last])
-                ends = self.stretches[path.stretches[first]].begin, self.stretches[path.stretches[last - 1]].end
-                for numbers in self._between(*ends):
-                    if numbers == list(old.stretches):
-                        continue
-                    new = [self._cheapest_options(number, costs) for number in numbers]
-                    room = limits - path.usage + old.usage - self._picks(numbers, new).usage
-                    yield self._replaced(path, first, last, numbers, new)
-                    for one, number in enumerate(numbers):
-                        for options in self._filled(number, new[one], room):
-                            yield self._replaced(path, first, last, numbers, [*new[:one], options, *new[one + 1 :]])
+                others = self._other_stretches(path, first, last, cheapest)
+                if others is not None:
+                    yield others
 
-    def _filled(self, number: int, chosen: tuple[int, ...], room: np.ndarray) -> Iterator[tuple[int, ...]]:
-        """Yield the options of a stretch with one exchanged for the fastest that needs at most `room` bytes more."""
-        for group, (begin, end) in enumerate(self._groups[number]):
-            if end - begin > 1:
-                fits = np.all(self._usage[begin:end] <= room + self._usage[chosen[group]] + 1.0, axis=1)
-                seconds = np.where(fits, self._seconds[begin:end], np.inf)
-                fastest = begin + int(np.argmin(seconds))
-                if seconds[fastest - begin] < np.inf and fastest != chosen[group]:
-                    yield (*chosen[:group], fastest, *chosen[group + 1 :])
+    def _other_options(self, path: _Picks) -> _Others:
+        """Return the paths with another option in one place."""
+        places = [
+            (position, group, span)
+            for position, number in enumerate(path.stretches)
+            for group, span in enumerate(self._groups[number])
+            if span[1] - span[0] > 1
+        ]
+        options = np.concatenate([np.arange(*span) for _, _, span in places] or [np.arange(0)])
+        sizes = [end - begin for _, _, (begin, end) in places]
+        chosen = np.repeat(np.array([path.options[position][group] for position, group, _ in places], int), sizes)
+        place = np.repeat(np.arange(len(places)), sizes)
 
-    def _between(self, begin: int, end: int) -> Iterator[list[int]]:
-        """Yield the stretches between two frontiers, and the pairs of stretches that meet in between."""
-        for first in self._from[begin]:
-            middle = self.stretches[first].end
-            if middle == end:
-                yield [first]
-            elif middle < end:
-                yield from ([first, second] for second in self._from[middle] if self.stretches[second].end == end)
+        def picks(index: int) -> _Picks:
+            position, group, _ = places[place[index]]
+            old = path.options[position]
+            new = (*old[:group], int(options[index]), *old[group + 1 :])
+            return self._replaced(path, position, position + 1, [path.stretches[position]], [new])
+
+        seconds = path.seconds + self._seconds[options] - self._seconds[chosen]
+        return _Others(seconds, path.usage + self._usage[options] - self._usage[chosen], picks)
+
+    def _other_stretches(self, path: _Picks, first: int, last: int, cheapest: _CheapestWays) -> _Others | None:
+        """Return the paths with one or two stretches, at their cheapest, in the place of some of a path."""
+        begin, end = self.stretches[path.stretches[first]].begin, self.stretches[path.stretches[last - 1]].end
+        replacements = self._between(begin, end)
+        if not replacements:
+            return None
+        old = self._picks(path.stretches[first:last], path.options[first:last])
+
+        def picks(index: int) -> _Picks:
+            numbers = replacements[index]
+            options = [tuple(cheapest.chosen[number].tolist()) for number in numbers]
+            return self._replaced(path, first, last, numbers, options)
+
+        seconds, usage = cheapest.sums(begin, end, replacements)
+        return _Others(path.seconds - old.seconds + seconds, path.usage - old.usage + usage, picks)
+
+    def _between(self, begin: int, end: int) -> list[list[int]]:
+        """Return the stretches between two frontiers, and the pairs of stretches that meet in between."""
+        if (begin, end) not in self._known_between:
+            result: list[list[int]] = []
+            for first in self._from[begin]:
+                middle = self.stretches[first].end
+                if middle == end:
+                    result.append([first])
+                elif middle < end:
+                    result += ([first, second] for second in self._from[middle] if self.stretches[second].end == end)
+            self._known_between[begin, end] = result
+        return self._known_between[begin, end]
 
     def _replaced(
         self, path: _Picks, first: int, last: int, numbers: Sequence[int], options: Sequence[tuple[int, ...]]
@@ -425,6 +457,46 @@ class PricedPaths:
             (*path.stretches[:first], *numbers, *path.stretches[last:]),
             (*path.options[:first], *options, *path.options[last:]),
         )
+
+
+class _CheapestWays:
+    """Stretches with their cheapest options.
+
+    Args:
+        chosen: For each stretch, the numbers of its way and homes.
+        seconds: Time of each option.
+        usage: Bytes of each option at each moment.
+    """
+
+    def __init__(self, chosen: list[np.ndarray], seconds: np.ndarray, usage: np.ndarray) -> None:
+        self.chosen = chosen
+        self._seconds = seconds
+        self._usage = usage
+        self._sums: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+
+    def sums(self, begin: int, end: int, replacements: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+        """Return time and bytes of the stretches that lead from one frontier to another one."""
+        if (begin, end) not in self._sums:
+            options = [np.concatenate([self.chosen[number] for number in numbers]) for numbers in replacements]
+            flat, begins = np.concatenate(options), np.cumsum([0, *map(len, options)])[:-1]
+            sums = (np.add.reduceat(of_option[flat], begins) for of_option in (self._seconds, self._usage))
+            self._sums[begin, end] = next(sums), next(sums)
+        return self._sums[begin, end]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Others:
+    """Paths that differ little from another one.
+
+    Attributes:
+        seconds: Time of each.
+        usage: Bytes of each at each moment.
+        picks: Returns one of them.
+    """
+
+    seconds: np.ndarray
+    usage: np.ndarray
+    picks: Callable[[int], _Picks]
 
 
 def _rank(path: _Picks) -> tuple[float, float]:

@@ -93,14 +93,6 @@ class PricedSearch:
             search._stretches = self._stretches.in_memory()
         return search
 
-    def may_fit_with_swaps(self, limit: int) -> bool:
-        """Return true: this search has no lower bound of the memory with swaps."""
-        return True
-
-    def least_seconds(self, limit: int) -> float:
-        """Return 0: the bound of the sums is none of the memory model."""
-        return 0.0
-
     def proposed(self, target: int) -> Candidate | None:
         """Return the plan for a target, whether its step meets it or not."""
         return (self.fastest_within(target) or self.smallest) if self._chains else None

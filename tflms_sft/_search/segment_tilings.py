@@ -19,7 +19,6 @@ from rewriters.errors import NotTileableError
 from rewriters.estimates.loop_memory import Results
 from rewriters.estimates.op_cost import CostModel, sum_in_order
 from rewriters.ir.graph import Node, Tensor
-from rewriters.tiling.barrier_planner import LatestPlans
 from rewriters.tiling.checkpoint_selection import LoopSpec
 from rewriters.tiling.one_loop import in_one_loop
 from rewriters.tiling.segment import Segment
@@ -80,11 +79,7 @@ UNTILEABLE = LoopEstimate(num_bytes=2**62, saved_bytes=0, times=lambda: (math.in
 
 
 class LoopEstimates:
-    """Estimates of loops by number of tiles; loops that differ in names only share them.
-
-    Attributes:
-        latest: The latest plan of each loop between barriers.
-    """
+    """Estimates of loops by number of tiles; loops that differ in names only share them."""
 
     def __init__(self, traced: TracedStep) -> None:
         self.traced = traced
@@ -93,7 +88,6 @@ class LoopEstimates:
         self._results: dict[Hashable, Results] = {}
         self._numbers: dict[LoopSpec, int] = {}
         self._last: tuple[Hashable, TileLoop] | None = None
-        self.latest: dict[Halo, LatestPlans] = {halo: {} for halo in Halo}
 
     def programs(self, segment: Segment) -> list[int]:
         """Return for each loop of a segment with barriers a number that equal loops share."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -95,7 +95,9 @@ class TrainingBlocks:
 
     @functools.cached_property
     def _positions(self) -> dict[Node, float]:
-        return backward_positions(self._traced.analysis, self.component)
+        nodes, analysis = self.component.nodes, self._traced.analysis
+        position = {node: index for index, node in enumerate(nodes)}
+        return backward_positions(analysis, position, analysis.position[nodes[0]])
 
     def backward(self, first: int, last: int) -> list[Node]:
         """Return the backward ops of blocks."""
@@ -148,15 +150,21 @@ def _saved(analysis: GraphAnalysis, node: Node) -> list[Tensor]:
     return [t for t in outputs if any(r in analysis.backward for r, _ in analysis.consumers.get(t, ()))]
 
 
-def backward_positions(analysis: GraphAnalysis, component: TileableComponent) -> dict[Node, float]:
-    """Return for each backward op the position in the component of its forward op.
+def backward_positions(
+    analysis: GraphAnalysis, position: Mapping[Node, float], start: int | None = None
+) -> dict[Node, float]:
+    """Return for each backward op the position of its forward op.
 
-    A gradient passes the positions whose results it reads, from infinity (behind the component) down to -1 (before
-    it). A reduction over the image, such as the gradient of a filter, reads the input of its forward op, which lies
-    before that op; it gets the position of the gradient that it reads.
+    A gradient passes the positions whose results it reads, from infinity (behind all of them) down to -1 (before them).
+    A reduction over the image, such as the gradient of a filter, reads the input of its forward op, which lies before
+    that op; it gets the position of the gradient that it reads.
+
+    Args:
+        analysis: Analysis of the graph.
+        position: Positions of forward ops.
+        start: Position in the graph of the first of them. Other forward ops lie before or behind it; without it they do
+            not count.
     """
-    position = {node: index for index, node in enumerate(component.nodes)}
-    start = analysis.position[component.nodes[0]]
     positions: dict[Node, float] = {}
     for node in analysis.order:
         if node not in analysis.backward or reads_shape_only(node):
@@ -164,10 +172,12 @@ def backward_positions(analysis: GraphAnalysis, component: TileableComponent) ->
         operands = [tensor.node for tensor in node.inputs]
         gradient_position = min((positions[n] for n in operands if n in positions), default=math.inf)
         forward = [n for n in operands if n in analysis.data and n not in analysis.backward]
+        forward = [n for n in forward if start is not None or n in position]
         if not forward or _is_reduction(analysis, node):
             positions[node] = gradient_position
         else:
-            outside = {n: -1 if analysis.position[n] < start else math.inf for n in forward if n not in position}
+            others = (n for n in forward if n not in position)
+            outside = {n: -1 if analysis.position[n] < (start or 0) else math.inf for n in others}
             positions[node] = min(gradient_position, max(outside.get(n, position.get(n, 0)) for n in forward))
     return positions
 

@@ -1,0 +1,223 @@
+"""Tile plans of a training step with barriers by prices on memory.
+
+A path of `barrier_stretches.py` fixes the loops: which levels stay untiled, and which tensors are stored, dropped, or
+in files. The tiles of its loops are those with which the memory model of the whole step stays within the limit
+(`tiled_loops.py`). The bytes that the model sees beside the iterations correct the stretches of the next path.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from rewriters.tiling.tile_planner import Halo
+from tflms_sft._barriers.barrier_stretches import BarrierStretches, LevelPlan
+from tflms_sft._barriers.barriers import Barriers
+from tflms_sft._barriers.tiled_loops import LoopsWithin, loop_numbers
+from tflms_sft._search.priced_paths import Path, PricedPaths
+from tflms_sft._search.segment_tilings import LoopEstimates
+from tflms_sft._search.traced_step import Candidate, TracedStep
+
+FRACTIONS = ((1.0, 4), (0.9, 4), (0.8, 2), (0.65, 2), (0.5, 1), (0.35, 1))
+"""Limits of the sums, over the limit of the step, for which a first path is sought; and paths that are modelled.
+
+Each path corrects the sums of the next.
+"""
+
+MAX_MODELLED = 8
+"""Paths for a limit whose tiles are sought."""
+
+SMALL_GAP = 0.02
+"""Time of the best plan above the bound of the sums, over the bound, at which the search ends."""
+
+MAX_EXCESS = 1.2
+"""Peak in small iterations, over the limit, from which on no tiles of a path are tried."""
+
+SMALLEST_FACTORS = (1.01, 1.15, 1.35)
+"""Limits of the sums, over the least that a path meets, for the plan that needs least."""
+
+SUM_BISECTIONS = 10
+"""Bisections for the least sum."""
+
+MAX_PLANS = 24
+"""Planned loops of paths that are kept; they are large."""
+
+
+class BarrierSearch:
+    """Tile plans of a step with barriers (`TileSearch`).
+
+    Attributes:
+        left: Ops that cannot be tiled, with reasons.
+    """
+
+    def __init__(self, traced: TracedStep, barriers: Barriers, estimates: LoopEstimates | None = None) -> None:
+        self._traced = traced
+        self._barriers = barriers
+        self._estimates = estimates or LoopEstimates(dataclasses.replace(traced, files=None))
+        self.left = barriers.left
+        self._plans: dict[LevelPlan, LoopsWithin] = {}
+        self._found: list[Candidate] = []
+        self._searched: set[int] = set()
+
+    @functools.cached_property
+    def in_memory(self) -> BarrierSearch:
+        """The search among plans without files, with the estimates of this one."""
+        if self._traced.files is None:
+            return self
+        return BarrierSearch(dataclasses.replace(self._traced, files=None), self._barriers, self._estimates)
+
+    def proposed(self, target: int) -> Candidate | None:
+        """Return the plan for a target, whether its step meets it or not."""
+        return self.fastest_within(target) or self.smallest
+
+    def fastest_within(self, limit: int) -> Candidate | None:
+        """Return the fastest plan found whose step stays within `limit` bytes; plans of other limits count."""
+        if self._traced.plain.peak.peak_bytes <= limit:
+            return self._traced.plain
+        if limit not in self._searched:
+            self._searched.add(limit)
+            self._search(limit)
+        return min((one for one in self._found if one.peak.peak_bytes <= limit), key=_rank, default=None)
+
+    @functools.cached_property
+    def smallest(self) -> Candidate:
+        """Plan with the lowest peak found."""
+        least, count = self._least_sum, self._stretches.levels.moments_count
+        for factor in SMALLEST_FACTORS:
+            self._priced.forget_corrections()
+            path = self._priced.fastest_within(np.full(count, factor * least)).path
+            if path is not None:
+                self._found.append(self._in_small_iterations(self._stretches.plan(path)))
+        return min((self._traced.plain, *self._found), key=_peak_bytes)
+
+    @functools.cached_property
+    def _stretches(self) -> BarrierStretches:
+        return BarrierStretches(self._traced, self._barriers, self._estimates)
+
+    @functools.cached_property
+    def _priced(self) -> PricedPaths:
+        return PricedPaths(self._stretches.stretches)
+
+    @functools.cached_property
+    def _least_sum(self) -> float:
+        """Smallest limit found that the sums of a path meet, without corrections."""
+        self._priced.forget_corrections()
+        low, high = 0.0, float(2 * self._traced.plain.peak.peak_bytes)
+        for _ in range(SUM_BISECTIONS):
+            middle = (low + high) / 2
+            path = self._priced.least_usage(np.full(self._stretches.levels.moments_count, middle))
+            low, high = (middle, high) if path is None else (low, middle)
+        return high
+
+    def _search(self, limit: int) -> None:
+        """Model paths for a limit, each with the corrections of those before it, until none promises a faster plan."""
+        available = limit - self._traced.held_bytes
+        if available <= 0:
+            return
+        limits, bound = np.full(self._stretches.levels.moments_count, available), 0.0
+        modelled: dict[LevelPlan, float] = {}
+        best = np.inf
+        for fraction, count in FRACTIONS:
+            self._priced.forget_corrections()
+            tried = set[LevelPlan]()
+            if best <= (1 + SMALL_GAP) * bound:
+                break
+            for number in range(count):
+                solution = self._priced.fastest_within(limits * (1.0 if number else fraction))
+                bound = self._stretches.outside_seconds + solution.bound
+                if (
+                    solution.path is None
+                    or bound >= best
+                    or sum(seconds < np.inf for seconds in modelled.values()) >= MAX_MODELLED
+                ):
+                    break
+                plan = self._stretches.plan(solution.path)
+                if plan in tried:
+                    break
+                tried.add(plan)
+                if plan not in modelled:
+                    modelled[plan] = self._model(plan, limit)
+                    best = min(best, modelled[plan])
+                self._correct(solution.path, self._in_small_iterations(plan))
+        self._model_families(limit, best)
+        fastest = min((one for one in self._found if one.peak.peak_bytes <= limit), key=_rank, default=None)
+        if fastest is not None and fastest.plans:
+            self._try_carried_halos(fastest, limit)
+
+    def _model_families(self, limit: int, best: float) -> None:
+        """Model the plans with all levels in tiles that keep all tensors of a family, unless slower than `best`.
+
+        They fit where fragmentation, which no sum has, leaves hardly any path.
+        """
+        for seconds, plan in self._stretches.of_families():
+            if seconds < best and self._loops(plan).smallest.peak.peak_bytes <= limit:
+                best = min(best, self._model(plan, limit))
+
+    def _model(self, plan: LevelPlan, limit: int) -> float:
+        """Model the loops of a path within a limit, and return the time of the step; infinity if it does not fit."""
+        small = self._in_small_iterations(plan)
+        if not small.plans or small.peak.peak_bytes > MAX_EXCESS * limit:
+            return np.inf
+        candidate = self._loops(plan).fastest_within(Halo.RECOMPUTE, limit)
+        if candidate is None:
+            return np.inf
+        self._found.append(candidate)
+        return candidate.time_ratio * self._traced.seconds
+
+    def _in_small_iterations(self, plan: LevelPlan) -> Candidate:
+        """Return the loops of a path in small iterations; the original step if no level runs in tiles."""
+        if len(plan.untiled) == self._stretches.levels.count:
+            return self._traced.plain
+        return self._loops(plan).smallest
+
+    def _try_carried_halos(self, fastest: Candidate, limit: int) -> None:
+        """Model the loops of the fastest plan with carried halos, where recomputed ones split rows at all."""
+        loops = next((one for one in self._plans.values() if one.holds(fastest)), None)
+        if loops is None or all(max(loop.grid.spatial) == 1 for loop in fastest.plans[0].loops):
+            return
+        candidate = loops.fastest_within(Halo.CARRY, limit)
+        if candidate is not None:
+            self._found.append(candidate)
+
+    def _loops(self, plan: LevelPlan) -> LoopsWithin:
+        """Return the loops of a path."""
+        if plan not in self._plans:
+            while len(self._plans) >= MAX_PLANS:
+                del self._plans[next(iter(self._plans))]
+            levels, traced = self._stretches.levels, self._traced
+            allowed = {node for node in traced.analysis.order if levels.of.get(node) not in plan.untiled}
+            segment = Barriers(traced, allowed).segment_storing("segment1", plan.stored, plan.dropped)
+            files = traced.files
+            if files is not None:
+                files = dataclasses.replace(files, tensors=plan.in_files) if plan.in_files else None
+            self._plans[plan] = LoopsWithin(dataclasses.replace(traced, files=files), self._estimates, segment)
+        return self._plans[plan]
+
+    def _correct(self, path: Path, candidate: Candidate) -> None:
+        """Correct the stretches of a path by the bytes that their sums lack, of a plan with small iterations."""
+        levels = self._stretches.levels
+        of_loop: dict[str, slice] = {}
+        for plan in candidate.plans:
+            moments = levels.of_loops(plan.segment.loop_specs)
+            of_loop |= {name: slice(moments[n], moments[n] + 1) for name, n in loop_numbers(candidate, plan).items()}
+        peaks = levels.moments.peaks(candidate.peak.timeline, of_loop)
+        sums = self._stretches.usage_in_small_iterations(path)
+        lacking = np.nan_to_num(peaks - self._traced.held_bytes - sums)
+        for stretch in (step.stretch for step in path.steps):
+            correction = np.zeros_like(lacking)
+            for covered in (levels.moments.forward, levels.moments.backward):
+                correction[covered(*self._stretches.bounds(stretch))] = lacking[
+                    covered(*self._stretches.bounds(stretch))
+                ]
+            self._priced.correct(stretch, correction)
+
+
+def _rank(candidate: Candidate) -> tuple[float, int]:
+    """Return a sort key: faster first, and among equals the one that needs less memory."""
+    return candidate.time_ratio, candidate.peak.peak_bytes
+
+
+def _peak_bytes(candidate: Candidate) -> int:
+    return candidate.peak.peak_bytes
