@@ -147,7 +147,7 @@ class BarrierSearch:
             self._try_carried_halos(fastest, limit)
 
     def _model_families(self, limit: int, best: float) -> None:
-        """Model the plans with all levels in tiles that keep all tensors of a family, unless slower than `best`.
+        """Model the plans with all levels in tiles that save all tensors of a family, unless slower than `best`.
 
         They fit where fragmentation, which no sum has, leaves hardly any path.
         """

@@ -1,4 +1,4 @@
-"""Stretches of a training step with barriers: untiled levels, and levels in tiles whose results are kept or recomputed.
+"""Stretches of a training step with barriers: untiled levels, and levels in tiles that are saved or recomputed.
 
 A node of a path is a level and a family (`CHEAP_FLOPS_PER_BYTE`): the tensors of that family cross the frontier before
 the level. A stretch of a family stores the tensors of the family within it, and at its end those of the next one. Each
@@ -221,7 +221,7 @@ class BarrierStretches:
     # Levels in tiles ------------------------------------------------------------------------------------------
 
     def _tiled(self) -> Iterator[Stretch]:
-        """Yield levels whose tensors are kept one by one, and those that are recomputed up to a later frontier.
+        """Yield levels whose tensors are saved one by one, and those that are recomputed up to a later frontier.
 
         Only the former lead from the tensors of one family to those of another one.
         """
@@ -251,7 +251,7 @@ class BarrierStretches:
         return [0, *(min(group, key=crossing.__getitem__) for _, group in groups), count]
 
     def _stretch(self, begin: int, end: int, family: int, frontiers: tuple[int, int]) -> Stretch:
-        """Return levels in tiles: one whose tensors are kept, or several whose inner tensors are recomputed."""
+        """Return levels in tiles: one whose tensors are saved, or several whose inner tensors are recomputed."""
         before, after = frontiers
         top, batch, drop = self.levels.moments_count, self._traced.batch, end - begin > 1
         produced = (*range(begin, end), *range(top - end, top - begin))
@@ -314,7 +314,7 @@ class BarrierStretches:
         return LevelPlan(*map(frozenset, (untiled, stored, dropped, in_files)))  # type: ignore[arg-type]
 
     def of_families(self) -> Iterator[tuple[float, LevelPlan]]:
-        """Yield the plans that keep all tensors of a family, in memory or in files, each with a bound of its time."""
+        """Yield the plans that save all tensors of a family, in memory or in files, each with a bound of its time."""
         for lives, grids, homes in zip(self._lives, self._grids, self._homes, strict=True):
             loops = self.outside_seconds + sum(options[0].seconds for options in grids.values())
             yield loops, LevelPlan(frozenset(), frozenset(lives), frozenset(), frozenset())

@@ -18,7 +18,7 @@ from tflms_sft._search.traced_step import Candidate, TracedStep, predict
 MIN_ITERATION_FRACTION = 1 / 32
 """Bytes of the smallest iterations that are tried, over those of the largest tensor that a loop writes."""
 
-MAX_STALE = 4
+MAX_STALE = 3
 """Consecutive predictions without a lower peak after which no more tiles are tried."""
 
 EXCESS_FACTOR = 1.05
@@ -175,7 +175,7 @@ class LoopsWithin:
         floors, lowest, stale = list(map(float, self._small_bytes)), math.inf, 0
         while stale <= MAX_STALE:
             grids = loops.fitting_grids(list(map(max, rooms, floors)).__getitem__)
-            candidate = predict(self._traced, [loops.planned(grids)], limit=limit)
+            candidate = predict(self._traced, [loops.planned(grids)])
             if candidate.peak.peak_bytes <= limit:
                 return candidate
             excess = {number: peak - limit for number, peak in self._peaks(candidate).items() if peak > limit}

@@ -290,7 +290,7 @@ def _together(
         seconds, excess = tiles.time_ratio * traced.seconds, max(tiles.peak.peak_bytes - limit, 0)
         if traced.rates.swapped(seconds, excess, excess, to_disk=False) >= fastest:
             continue
-        if least_peak(traced, tiles.plans, swapped=True) > limit:
+        if least_peak(traced, tiles.plans) > limit:
             continue
         swaps = SwapSearch(traced, tiles.plans, swap)
         tuned = swaps.tuned(limit)

@@ -24,6 +24,9 @@ import numpy as np
 MAX_ROUNDS = 120
 """Rounds of prices for one limit."""
 
+MAX_FITTED = 20_000
+"""Rounds without a higher bound that seek a path that fits, times the number of stretches."""
+
 PATIENCE = 6
 """Rounds without a higher bound after which the step length is halved."""
 
@@ -42,8 +45,8 @@ MIN_REDUCTION = 0.01
 WORTH_IMPROVING = 1.1
 """Time of a path that fits, over the least so far, up to which it is improved."""
 
-MAX_IMPROVED = 16
-"""Paths that are improved for one limit."""
+MAX_IMPROVED = 1500
+"""Stretches of all paths that are improved for one limit."""
 
 MAX_PRICE_FACTOR, FACTOR_BISECTIONS = 1e9, 5
 """Factor of prices up to which a path that fits is sought, and the bisections for the smallest one."""
@@ -223,17 +226,19 @@ class PricedPaths:
         prices, top = np.zeros(len(limits)), np.zeros(len(limits))
         bound, length, stale = -np.inf, 1.0, 0
         best = self._least_usage(limits)
-        tried, least = set[tuple[tuple[int, ...], ...]](), np.inf
+        tried, least, improved, fitted = set[tuple[tuple[int, ...], ...]](), np.inf, 0, 0
         for _ in range(MAX_ROUNDS):
             path = self._cheapest(prices)
             value = path.seconds + float(prices @ (path.usage - limits))
             stale = 0 if value > bound else stale + 1
             if value > bound:
                 bound, top = value, prices
-            for fitting in self._fitting(path, prices, limits):
-                is_worth = fitting.seconds < WORTH_IMPROVING * least and len(tried) < MAX_IMPROVED
+            fitted += len(self.stretches) if stale else 0
+            for fitting in self._fitting(path, prices, limits) if fitted <= MAX_FITTED or not stale else ():
+                is_worth = fitting.seconds < WORTH_IMPROVING * least and improved < MAX_IMPROVED
                 if is_worth and fitting.options not in tried:
                     tried.add(fitting.options)
+                    improved += len(fitting.stretches)
                     least = min(least, fitting.seconds)
                     best = min(filter(None, (best, self._improved(fitting, prices, limits))), key=_rank)
             if best is not None and best.seconds - bound <= SMALL_GAP * abs(bound):

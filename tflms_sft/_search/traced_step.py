@@ -422,41 +422,25 @@ def time_ratio(traced: TracedStep, plans: list[SegmentPlan]) -> float:
     return seconds_of(traced, plans) / traced.seconds
 
 
-def least_peak(traced: TracedStep, plans: Sequence[SegmentPlan], *, swapped: bool = False) -> int:
-    """Return a lower bound of the predicted peak in bytes; it takes much less time than `predicted_peak`.
+def least_peak(traced: TracedStep, plans: Sequence[SegmentPlan]) -> int:
+    """Return a lower bound of the peak of a step with any swaps; it takes much less time than `predicted_peak`.
 
-    While a loop runs, variables, arguments, the tensors that it reads, its results and an iteration are in memory. So
-    are tensors that an earlier loop has written and a later one reads, unless any tensor may be `swapped` then.
+    While a loop runs, variables, arguments, the results of earlier loops that it reads, its own results that a later
+    loop reads, and an iteration are in memory. Operands from outside may share the memory of an argument.
     """
-    iterations = (
-        num_bytes + traced.loop_memory.peak_bytes(tile_loop, traced.batch)
-        for plan in plans
-        for tile_loop, num_bytes in zip(plan.loops, bytes_beside_iterations(traced, plan, swapped=swapped), strict=True)
-    )
-    return max(iterations, default=0)
-
-
-def bytes_beside_iterations(traced: TracedStep, plan: SegmentPlan, *, swapped: bool = False) -> list[int]:
-    """Return a lower bound of the bytes alive beside the iterations of each loop, in any number of tiles.
-
-    Each result of a loop counts as a tensor of its own, because a later loop may recompute a tensor. Results that no
-    loop reads do not count, and neither do operands from outside, which may share the memory of an argument.
-    """
-    uses: dict[tuple[Tensor, int], list[int]] = {}  # By tensor and loop that writes it: that loop, then its readers.
-    writer: dict[Tensor, int] = {}
-    for number, tile_loop in enumerate(plan.loops):
-        for tensor in tile_loop.reads:
-            if tensor in writer:
-                uses.setdefault((tensor, writer[tensor]), [writer[tensor]]).append(number)
-        writer.update(dict.fromkeys(loop_output_tensors(tile_loop), number))
-    # Loops run one after another on each device.
-    ordered = len({node.device for tile_loop in plan.loops for node in tile_loop.body}) == 1
-    sizes = [traced.held_bytes] * len(plan.loops)
-    for (tensor, first), numbers in uses.items():
-        num_bytes = traced.resident_bytes(tensor)
-        for number in range(first, numbers[-1] + 1) if ordered and not swapped else numbers:
-            sizes[number] += num_bytes
-    return sizes
+    most = 0
+    for plan in plans:
+        writers: dict[Tensor, int] = {}
+        beside: list[dict[tuple[Tensor, int], None]] = [{} for _ in plan.loops]
+        for number, tile_loop in enumerate(plan.loops):
+            for tensor in (tensor for tensor in tile_loop.reads if tensor in writers):
+                result = tensor, writers[tensor]  # A later loop may compute the same tensor again.
+                beside[number][result] = beside[writers[tensor]][result] = None
+            writers.update(dict.fromkeys(loop_output_tensors(tile_loop), number))
+        for tile_loop, results in zip(plan.loops, beside, strict=True):
+            num_bytes = sum(traced.resident_bytes(tensor) for tensor, _ in results)
+            most = max(most, num_bytes + traced.loop_memory.peak_bytes(tile_loop, traced.batch))
+    return traced.held_bytes + most if most else 0
 
 
 def sizes_in_files(traced: TracedStep, plans: Iterable[SegmentPlan]) -> list[tuple[int, int]]:
