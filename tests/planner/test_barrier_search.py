@@ -1,6 +1,7 @@
 """Test levels of steps with barriers, the tiles of their loops, and the search for levels and tensors."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from tflms_sft._barriers.barrier_search import BarrierSearch
 from tflms_sft._barriers.barriers import Barriers
 from tflms_sft._barriers.step_levels import StepLevels
 from tflms_sft._barriers.tiled_loops import LoopsWithin
+from tflms_sft._planner.budget_plan import BudgetPlan
+from tflms_sft._rewrite.plan_recipe import plan_from, recipe_of
 from tflms_sft._search.segment_tilings import LoopEstimates
 from tflms_sft._search.traced_step import analyse_step
 
@@ -60,6 +63,25 @@ def test_plans_stay_within_their_limits_and_larger_limits_are_no_slower(searched
     assert ratios == sorted(ratios) and ratios[0] < 1.2
     assert search.fastest_within(found[0][0]).time_ratio == ratios[0], "found again"
     assert search.smallest.peak.peak_bytes <= min(plan.peak.peak_bytes for _, plan in found)
+
+
+def test_smallest_plan_is_equal_after_any_search(searched):
+    """An error names its peak, and the search within that budget has to find it again."""
+    traced, search, _ = searched
+    assert search.smallest.peak.peak_bytes == BarrierSearch(traced, Barriers(traced)).smallest.peak.peak_bytes
+    assert search.fastest_within(search.smallest.peak.peak_bytes) is not None
+
+
+def test_recipes_restore_levels_tensors_and_tiles(searched):
+    traced, _, found = searched
+    for _, candidate in found:
+        (plan,) = candidate.plans
+        recipe = json.loads(json.dumps(recipe_of(traced, BudgetPlan(candidate.plans, []), None)))
+        (again,) = plan_from(traced, recipe).plans
+        assert again.segment.stored == plan.segment.stored and again.segment.dropped == plan.segment.dropped
+        assert [(loop.grid, loop.body, loop.reads, loop.writes) for loop in again.loops] == [
+            (loop.grid, loop.body, loop.reads, loop.writes) for loop in plan.loops
+        ]
 
 
 def test_large_budgets_leave_levels_untiled():

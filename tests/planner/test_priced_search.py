@@ -91,8 +91,7 @@ def test_corrections_move_the_path_and_can_be_forgotten(searched):
     priced, count = search._priced, search._stretches.moments.count
     limits = np.full(count, 0.5 * searched[0].plain.peak.peak_bytes)
     before = priced.fastest_within(limits).path
-    for step in before.steps:
-        priced.correct(step.stretch, limits)
+    priced.correct(before, limits, search._stretches.moments, lambda stretch: (stretch.begin, stretch.end))
     after = priced.fastest_within(limits).path
     assert after is None or {id(step.stretch) for step in after.steps}.isdisjoint(id(s.stretch) for s in before.steps)
     priced.forget_corrections()

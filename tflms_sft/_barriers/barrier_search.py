@@ -15,19 +15,20 @@ import numpy as np
 from rewriters.tiling.tile_planner import Halo
 from tflms_sft._barriers.barrier_stretches import BarrierStretches, LevelPlan
 from tflms_sft._barriers.barriers import Barriers
+from tflms_sft._barriers.step_levels import StepLevels
 from tflms_sft._barriers.tiled_loops import LoopsWithin, loop_numbers
 from tflms_sft._search.priced_paths import Path, PricedPaths
 from tflms_sft._search.segment_tilings import LoopEstimates
 from tflms_sft._search.traced_step import Candidate, TracedStep
 
-FRACTIONS = ((1.0, 4), (0.9, 4), (0.8, 2), (0.65, 2), (0.5, 1), (0.35, 1))
+SUM_FRACTIONS = ((1.0, 4), (0.9, 4), (0.8, 2), (0.65, 2), (0.5, 1), (0.35, 1))
 """Limits of the sums, over the limit of the step, for which a first path is sought; and paths that are modelled.
 
 Each path corrects the sums of the next.
 """
 
-MAX_MODELLED = 8
-"""Paths for a limit whose tiles are sought."""
+MAX_FITTING = 8
+"""Paths that fit a limit after which no more are sought."""
 
 SMALL_GAP = 0.02
 """Time of the best plan above the bound of the sums, over the bound, at which the search ends."""
@@ -37,9 +38,6 @@ MAX_EXCESS = 1.2
 
 SMALLEST_FACTORS = (1.01, 1.15, 1.35)
 """Limits of the sums, over the least that a path meets, for the plan that needs least."""
-
-SUM_BISECTIONS = 10
-"""Bisections for the least sum."""
 
 MAX_PLANS = 24
 """Planned loops of paths that are kept; they are large."""
@@ -58,7 +56,7 @@ class BarrierSearch:
         self._estimates = estimates or LoopEstimates(dataclasses.replace(traced, files=None))
         self.left = barriers.left
         self._plans: dict[LevelPlan, LoopsWithin] = {}
-        self._found: list[Candidate] = []
+        self._candidates: list[Candidate] = []
         self._searched: set[int] = set()
 
     @functools.cached_property
@@ -79,72 +77,75 @@ class BarrierSearch:
         if limit not in self._searched:
             self._searched.add(limit)
             self._search(limit)
-        return min((one for one in self._found if one.peak.peak_bytes <= limit), key=_rank, default=None)
+        return min((one for one in self._candidates if one.peak.peak_bytes <= limit), key=_rank, default=None)
 
     @functools.cached_property
     def smallest(self) -> Candidate:
-        """Plan with the lowest peak found."""
-        least, count = self._least_sum, self._stretches.levels.moments_count
-        for factor in SMALLEST_FACTORS:
-            self._priced.forget_corrections()
-            path = self._priced.fastest_within(np.full(count, factor * least)).path
-            if path is not None:
-                self._found.append(self._in_small_iterations(self._stretches.plan(path)))
-        return min((self._traced.plain, *self._found), key=_peak_bytes)
+        """Plan with the lowest peak found, equal after any search."""
+        least, count = self._priced.least_limit(2 * self._traced.plain.peak.peak_bytes), self._levels.moments_count
+        self._priced.forget_corrections()
+        paths = (self._priced.fastest_within(np.full(count, factor * least)).path for factor in SMALLEST_FACTORS)
+        plans = [self._stretches.plan(path) for path in paths if path is not None]
+        plans += (plan for _, plan in self._stretches.of_families())
+        smallest = min((self._traced.plain, *map(self._in_small_iterations, plans)), key=_peak_bytes)
+        self._candidates.append(smallest)
+        return smallest
 
     @functools.cached_property
     def _stretches(self) -> BarrierStretches:
         return BarrierStretches(self._traced, self._barriers, self._estimates)
 
+    @property
+    def _levels(self) -> StepLevels:
+        return self._stretches.levels
+
     @functools.cached_property
     def _priced(self) -> PricedPaths:
         return PricedPaths(self._stretches.stretches)
 
-    @functools.cached_property
-    def _least_sum(self) -> float:
-        """Smallest limit found that the sums of a path meet, without corrections."""
-        self._priced.forget_corrections()
-        low, high = 0.0, float(2 * self._traced.plain.peak.peak_bytes)
-        for _ in range(SUM_BISECTIONS):
-            middle = (low + high) / 2
-            path = self._priced.least_usage(np.full(self._stretches.levels.moments_count, middle))
-            low, high = (middle, high) if path is None else (low, middle)
-        return high
-
     def _search(self, limit: int) -> None:
-        """Model paths for a limit, each with the corrections of those before it, until none promises a faster plan."""
-        available = limit - self._traced.held_bytes
-        if available <= 0:
+        """Model paths for a limit, then the plans of families, and the fastest of all with carried halos."""
+        if limit <= self._traced.held_bytes:
             return
-        limits, bound = np.full(self._stretches.levels.moments_count, available), 0.0
         modelled: dict[LevelPlan, float] = {}
-        best = np.inf
-        for fraction, count in FRACTIONS:
-            self._priced.forget_corrections()
-            tried = set[LevelPlan]()
-            if best <= (1 + SMALL_GAP) * bound:
+        for fraction, count in SUM_FRACTIONS:
+            bound = self._model_paths(limit, fraction, count, modelled)
+            if min(modelled.values(), default=np.inf) <= (1 + SMALL_GAP) * bound:
                 break
-            for number in range(count):
-                solution = self._priced.fastest_within(limits * (1.0 if number else fraction))
-                bound = self._stretches.outside_seconds + solution.bound
-                if (
-                    solution.path is None
-                    or bound >= best
-                    or sum(seconds < np.inf for seconds in modelled.values()) >= MAX_MODELLED
-                ):
-                    break
-                plan = self._stretches.plan(solution.path)
-                if plan in tried:
-                    break
-                tried.add(plan)
-                if plan not in modelled:
-                    modelled[plan] = self._model(plan, limit)
-                    best = min(best, modelled[plan])
-                self._correct(solution.path, self._in_small_iterations(plan))
-        self._model_families(limit, best)
-        fastest = min((one for one in self._found if one.peak.peak_bytes <= limit), key=_rank, default=None)
+        self._model_families(limit, min(modelled.values(), default=np.inf))
+        fastest = min((one for one in self._candidates if one.peak.peak_bytes <= limit), key=_rank, default=None)
         if fastest is not None and fastest.plans:
             self._try_carried_halos(fastest, limit)
+
+    def _model_paths(self, limit: int, fraction: float, count: int, modelled: dict[LevelPlan, float]) -> float:
+        """Model paths, each with the corrections of those before it, until none promises a faster plan.
+
+        Args:
+            limit: Limit of the step in bytes.
+            fraction: Limit of the sums of the first path, over that of the step.
+            count: Maximum number of paths.
+            modelled: Time of the step in seconds by plan, infinity for a plan that does not fit; paths are added.
+
+        Returns:
+            Lower bound of the time of all paths, by the sums with the corrections of the last one.
+        """
+        limits = np.full(self._levels.moments_count, limit - self._traced.held_bytes)
+        self._priced.forget_corrections()
+        seen, bound = set[LevelPlan](), 0.0
+        for number in range(count):
+            solution = self._priced.fastest_within(limits * (1.0 if number else fraction))
+            bound = self._stretches.outside_seconds + solution.bound
+            fitting = [seconds for seconds in modelled.values() if seconds < np.inf]
+            if solution.path is None or bound >= min(fitting, default=np.inf) or len(fitting) >= MAX_FITTING:
+                break
+            plan = self._stretches.plan(solution.path)
+            if plan in seen:
+                break
+            seen.add(plan)
+            if plan not in modelled:
+                modelled[plan] = self._model(plan, limit)
+            self._correct(solution.path, self._in_small_iterations(plan))
+        return bound
 
     def _model_families(self, limit: int, best: float) -> None:
         """Model the plans with all levels in tiles that save all tensors of a family, unless slower than `best`.
@@ -163,12 +164,12 @@ class BarrierSearch:
         candidate = self._loops(plan).fastest_within(Halo.RECOMPUTE, limit)
         if candidate is None:
             return np.inf
-        self._found.append(candidate)
+        self._candidates.append(candidate)
         return candidate.time_ratio * self._traced.seconds
 
     def _in_small_iterations(self, plan: LevelPlan) -> Candidate:
         """Return the loops of a path in small iterations; the original step if no level runs in tiles."""
-        if len(plan.untiled) == self._stretches.levels.count:
+        if len(plan.untiled) == self._levels.count:
             return self._traced.plain
         return self._loops(plan).smallest
 
@@ -179,15 +180,15 @@ class BarrierSearch:
             return
         candidate = loops.fastest_within(Halo.CARRY, limit)
         if candidate is not None:
-            self._found.append(candidate)
+            self._candidates.append(candidate)
 
     def _loops(self, plan: LevelPlan) -> LoopsWithin:
         """Return the loops of a path."""
         if plan not in self._plans:
             while len(self._plans) >= MAX_PLANS:
                 del self._plans[next(iter(self._plans))]
-            levels, traced = self._stretches.levels, self._traced
-            allowed = {node for node in traced.analysis.order if levels.of.get(node) not in plan.untiled}
+            traced = self._traced
+            allowed = {node for node in traced.analysis.order if self._levels.of.get(node) not in plan.untiled}
             segment = Barriers(traced, allowed).segment_storing("segment1", plan.stored, plan.dropped)
             files = traced.files
             if files is not None:
@@ -197,21 +198,14 @@ class BarrierSearch:
 
     def _correct(self, path: Path, candidate: Candidate) -> None:
         """Correct the stretches of a path by the bytes that their sums lack, of a plan with small iterations."""
-        levels = self._stretches.levels
         of_loop: dict[str, slice] = {}
         for plan in candidate.plans:
-            moments = levels.of_loops(plan.segment.loop_specs)
+            moments = self._levels.of_loops(plan.segment.loop_specs)
             of_loop |= {name: slice(moments[n], moments[n] + 1) for name, n in loop_numbers(candidate, plan).items()}
-        peaks = levels.moments.peaks(candidate.peak.timeline, of_loop)
+        peaks = self._levels.moments.peaks(candidate.peak.timeline, of_loop)
         sums = self._stretches.usage_in_small_iterations(path)
         lacking = np.nan_to_num(peaks - self._traced.held_bytes - sums)
-        for stretch in (step.stretch for step in path.steps):
-            correction = np.zeros_like(lacking)
-            for covered in (levels.moments.forward, levels.moments.backward):
-                correction[covered(*self._stretches.bounds(stretch))] = lacking[
-                    covered(*self._stretches.bounds(stretch))
-                ]
-            self._priced.correct(stretch, correction)
+        self._priced.correct(path, lacking, self._levels.moments, self._stretches.bounds)
 
 
 def _rank(candidate: Candidate) -> tuple[float, int]:

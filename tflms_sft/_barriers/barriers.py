@@ -80,7 +80,7 @@ class Barriers:
     def families(self) -> list[list[frozenset[Tensor]]]:
         """For each selection the tensors to drop, from none to those of the smallest sets of checkpoints."""
         return [
-            [frozenset(selection.droppable() - kept) for kept in selection.checkpoints()]
+            [frozenset(selection.droppable() - checkpoints) for checkpoints in selection.checkpoints()]
             for selection in self.selections
         ]
 

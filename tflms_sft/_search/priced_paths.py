@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
+from tflms_sft._search.moments import StepMoments
+
 MAX_ROUNDS = 120
 """Rounds of prices for one limit."""
 
@@ -50,6 +52,10 @@ MAX_IMPROVED = 1500
 
 MAX_PRICE_FACTOR, FACTOR_BISECTIONS = 1e9, 5
 """Factor of prices up to which a path that fits is sought, and the bisections for the smallest one."""
+
+
+LIMIT_BISECTIONS = 10
+"""Bisections for the smallest limit that a path meets."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -82,6 +88,10 @@ class Stretch:
     end: int
     ways: Sequence[Option]
     homes: Sequence[Sequence[Option]] = ()
+
+
+SpanOf = Callable[[Stretch], tuple[int, int]]
+"""Returns the first interval of a stretch, and one past its last."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -182,27 +192,41 @@ class PricedPaths:
         for number, stretch in enumerate(self.stretches):
             self._from[stretch.begin].append(number)
 
-    def correct(self, stretch: Stretch, bytes_at: np.ndarray) -> None:
-        """Add bytes at each moment to all ways of a stretch, in the place of earlier ones.
+    def correct(self, path: Path, bytes_at: np.ndarray, moments: StepMoments, span: SpanOf) -> None:
+        """Add bytes to all ways of the stretches of a path, each at its own moments, in the place of earlier ones.
 
         Paths found from then on include them in their usage.
+
+        Args:
+            path: A path.
+            bytes_at: Bytes at each moment.
+            moments: Moments of the step.
+            span: Returns the first interval of a stretch, and one past its last.
         """
-        (begin, end), *_ = self._groups[self._numbers[id(stretch)]]
-        self._usage[begin:end] = self._sums[begin:end] + bytes_at
+        for stretch in (step.stretch for step in path.steps):
+            (begin, end), *_ = self._groups[self._numbers[id(stretch)]]
+            self._usage[begin:end] = self._sums[begin:end]
+            for covered in (moments.forward(*span(stretch)), moments.backward(*span(stretch))):
+                self._usage[begin:end, covered] += bytes_at[covered]
 
     def forget_corrections(self) -> None:
         """Undo all corrections."""
         self._usage[:] = self._sums
 
+    def least_limit(self, high: float) -> float:
+        """Return the smallest limit found that some path meets at all moments without corrections, `high` if none."""
+        self.forget_corrections()
+        low = 0.0
+        for _ in range(LIMIT_BISECTIONS):
+            middle = (low + high) / 2
+            path = self._least_usage(np.full(self._usage.shape[1], middle))
+            low, high = (middle, high) if path is None else (low, middle)
+        return high
+
     def fastest_within(self, limits: np.ndarray) -> Solution:
         """Return the fastest plan found whose bytes stay within the limits of all moments."""
         fastest, bound, prices = self._ascent(limits)
         return Solution(None if fastest is None else self._as_path(fastest), bound, prices)
-
-    def least_usage(self, limits: np.ndarray) -> Path | None:
-        """Return a path that stays within the limits, without regard to its time; `None` if none is found."""
-        picks = self._least_usage(limits)
-        return None if picks is None else self._as_path(picks)
 
     def _as_path(self, picks: _Picks) -> Path:
         """Return a path with the options that its numbers stand for."""

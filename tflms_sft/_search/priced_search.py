@@ -42,9 +42,6 @@ MARGIN = 0.02
 LOWER_RATIO, MAX_LOWER_ROUNDS = 0.95, 8
 """Limit of an attempt to go below the smallest plan so far, over its peak; and attempts."""
 
-SUM_BISECTIONS = 10
-"""Bisections for the smallest limit that the sums of a path meet."""
-
 
 @dataclasses.dataclass(frozen=True)
 class ModelledPath:
@@ -141,13 +138,7 @@ class PricedSearch:
     @functools.cached_property
     def _least_sum(self) -> float:
         """Smallest limit found that the sums of a path meet, without corrections."""
-        self._priced.forget_corrections()
-        low, high = 0.0, float(2 * self._traced.plain.peak.peak_bytes)
-        for _ in range(SUM_BISECTIONS):
-            middle = (low + high) / 2
-            path = self._priced.least_usage(np.full(self._stretches.moments.count, middle))
-            low, high = (middle, high) if path is None else (low, middle)
-        return high
+        return self._priced.least_limit(2 * self._traced.plain.peak.peak_bytes)
 
     # Search ---------------------------------------------------------------------------------------------------
 
@@ -209,12 +200,7 @@ class PricedSearch:
         peaks = stretches.moments.peaks(candidate.peak.timeline, of_loop)
         sums = np.sum([step.usage for step in path.steps], axis=0)
         lacking = np.nan_to_num(peaks - self._traced.held_bytes - sums)
-        for stretch in (step.stretch for step in path.steps):
-            correction = np.zeros_like(lacking)
-            for moments in (stretches.moments.forward, stretches.moments.backward):
-                covered = moments(stretch.begin, stretch.end)
-                correction[covered] = lacking[covered]
-            self._priced.correct(stretch, correction)
+        self._priced.correct(path, lacking, stretches.moments, lambda stretch: (stretch.begin, stretch.end))
 
     def _planned(self, path: Path) -> tuple[Candidate, dict[str, slice]]:
         """Return the plan of a path with its prediction, and the moments of its loops."""
