@@ -12,6 +12,7 @@ from rewriters.emission import file_buffers
 from rewriters.emission.file_buffers import FileBuffers
 from rewriters.tiling.tile_planner import Halo
 from tflms_sft._barriers.barrier_search import BarrierSearch
+from tflms_sft._barriers.barrier_stretches import LevelPlan
 from tflms_sft._barriers.barriers import Barriers
 from tflms_sft._barriers.step_levels import StepLevels
 from tflms_sft._barriers.tiled_loops import LoopsWithin
@@ -73,8 +74,12 @@ def test_smallest_plan_is_equal_after_any_search(searched):
 
 
 def test_recipes_restore_levels_tensors_and_tiles(searched):
-    traced, _, found = searched
-    for _, candidate in found:
+    traced, search, found = searched
+    barriers = Barriers(traced)
+    stored, dropped = map(frozenset, (barriers.selections[0].stored, barriers.selections[0].droppable()))
+    recomputed = search._loops(LevelPlan(frozenset((1,)), stored, dropped, frozenset())).smallest
+    assert recomputed.plans[0].segment.dropped
+    for candidate in (recomputed, *(candidate for _, candidate in found)):
         (plan,) = candidate.plans
         recipe = json.loads(json.dumps(recipe_of(traced, BudgetPlan(candidate.plans, []), None)))
         (again,) = plan_from(traced, recipe).plans
@@ -99,8 +104,8 @@ def test_no_set_of_checkpoints_of_a_family_is_faster(net):
     pairs = zip(barriers.selections, barriers.families, strict=True)
     segments = [barriers.segment("segment1", selection, dropped) for selection, family in pairs for dropped in family]
     within = [LoopsWithin(traced, estimates, segment) for segment in segments]
-    for fraction in (0.8, 0.6):
-        limit = int(fraction * traced.plain.peak.peak_bytes)
+    smallest = min(loops.smallest.peak.peak_bytes for loops in within)
+    for limit in (int(0.8 * traced.plain.peak.peak_bytes), int(1.02 * smallest)):
         others = filter(None, (loops.fastest_within(Halo.RECOMPUTE, limit) for loops in within))
         found = BarrierSearch(traced, barriers).fastest_within(limit)
         assert found.time_ratio <= 1.02 * min(other.time_ratio for other in others)
