@@ -40,7 +40,7 @@ SMALLEST_FACTORS = (1.01, 1.15, 1.35)
 """Limits of the sums, over the least that a path meets, for the plan that needs least."""
 
 MAX_PLANS = 24
-"""Planned loops of paths that are kept; they are large."""
+"""Maximum number of cached plans. Their loops are large."""
 
 
 class BarrierSearch:
@@ -150,7 +150,7 @@ class BarrierSearch:
     def _model_families(self, limit: int, best: float) -> None:
         """Model the plans with all levels in tiles that save all tensors of a family, unless slower than `best`.
 
-        They fit where fragmentation, which no sum has, leaves hardly any path.
+        Near the smallest budget they often fit where no other path does, because sums lack fragmentation.
         """
         for seconds, plan in self._stretches.of_families():
             if seconds < best and self._loops(plan).smallest.peak.peak_bytes <= limit:

@@ -167,9 +167,9 @@ class LoopsWithin:
     def fastest_within(self, halo: Halo, limit: int) -> Candidate | None:
         """Return the plan with the fewest tiles found with which the step stays within `limit` bytes.
 
-        Each loop has the room beside the tensors that are alive then. What the memory model of the whole step sees
-        above the limit, as iterations leave their memory in other pieces, the loop gives back. If that is no help, all
-        loops give back a part.
+        The first grids give each loop the bytes that the tensors alive beside it leave. Sizes of iterations change the
+        fragmentation, so that the memory model of the whole step may exceed the limit. Loops that run then get smaller
+        iterations. If the peak does not fall, all loops get smaller iterations.
         """
         loops, rooms = self._loops[halo], [float(limit - beside) for beside in self._bytes_beside]
         floors, lowest, stale = list(map(float, self._small_bytes)), math.inf, 0
