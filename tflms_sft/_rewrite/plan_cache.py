@@ -1,7 +1,7 @@
 """Plans of budgets in files: those that users save, and a cache that later processes read.
 
-A plan is found again by its step, its budget, the rates of the machine, the kernels of its device, and the code of the
-planner. What a file says is checked like any other plan: a stored plan whose predicted peak exceeds the budget is not
+A plan is found again by its step, its budget, the rates of the machine, the kernels of its device, and the code of this
+package. What a file says is checked like any other plan: a stored plan whose predicted peak exceeds the budget is not
 used.
 """
 
@@ -53,10 +53,9 @@ def read_recipe(path: Path) -> Recipe | None:
 
 @functools.cache
 def code_hash() -> str:
-    """Return a hash of the code that plans. Between two releases it may change, and plans with it."""
+    """Return a hash of the code. Between two releases it may change, and plans with it."""
     digest = hashlib.sha256()
-    package = Path(__file__).parents[1]
-    for folder in (Path(rewriters.__file__).parent, package / "_planner", package / "_search"):
+    for folder in (Path(rewriters.__file__).parent, Path(__file__).parents[1]):
         for path in sorted(folder.rglob("*.py")):
             digest.update(repr((str(path.relative_to(folder)), path.read_bytes())).encode())
     return digest.hexdigest()
