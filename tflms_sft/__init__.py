@@ -16,9 +16,11 @@ if typing.TYPE_CHECKING:
     from tflms_sft._params.pipeline_params import PipelineParams
     from tflms_sft._params.tile_params import AutoParams, SegmentSpec, SFTParams
     from tflms_sft._pipeline.stage_devices import stage_devices
+    from tflms_sft._report.budget_curve import BudgetCurve, CurvePoint
     from tflms_sft._report.pipeline_plan import PlannedPipeline, PlannedStage
     from tflms_sft._report.plan import Plan
     from tflms_sft._report.plan_records import Measurement, PlannedSegment, PlannedSwap, Prediction, Timeline
+    from tflms_sft._rewrite.curve import curve
     from tflms_sft._rewrite.measure import measure
     from tflms_sft._rewrite.rewrite import rewrite
     from tflms_sft._rewrite.rewritten_step import RewrittenStep
@@ -44,9 +46,11 @@ else:
         "tflms_sft._keras.callbacks": ("LMS", "SFT", "MemoryBudget", "Pipeline"),
         "tflms_sft._cluster.connect": ("connect",),
         "tflms_sft._verify.differences": ("Difference", "Verification"),
+        "tflms_sft._rewrite.curve": ("curve",),
         "tflms_sft._rewrite.measure": ("measure",),
         "tflms_sft._params.tile_params": ("AutoParams", "SFTParams", "SegmentSpec"),
         "tflms_sft._params.pipeline_params": ("PipelineParams",),
+        "tflms_sft._report.budget_curve": ("BudgetCurve", "CurvePoint"),
         "tflms_sft._report.pipeline_plan": ("PlannedPipeline", "PlannedStage"),
         "tflms_sft._report.plan": ("Plan",),
         "tflms_sft._report.plan_records": ("Measurement", "PlannedSegment", "PlannedSwap", "Prediction", "Timeline"),
@@ -83,7 +87,9 @@ __all__ = [
     "LMS",
     "SFT",
     "AutoParams",
+    "BudgetCurve",
     "BudgetError",
+    "CurvePoint",
     "Difference",
     "ImageReadError",
     "ImageReader",
@@ -115,6 +121,7 @@ __all__ = [
     "__version__",
     "budget",
     "connect",
+    "curve",
     "measure",
     "rewrite",
     "stage_devices",

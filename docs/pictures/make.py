@@ -39,7 +39,9 @@ from rewriters.tiling import ft_segments
 from rewriters.tiling.segment import Segment
 from rewriters.tiling.tile_planner import Grid
 from tflms_sft._planner.budget_search import plans_within_budget
+from tflms_sft._planner.curve_points import budgets_between, curve_points
 from tflms_sft._planner.requested_tiles import plan_sft
+from tflms_sft._report.budget_curve import BudgetCurve
 from tflms_sft._search.traced_step import TracedStep, analyse_step
 from tflms_sft._report.schedule_chart import draw_schedule
 from tflms_sft._trace.step_tracing import trace_step
@@ -49,6 +51,7 @@ FOLDER = Path(*sys.argv[1:] or [__file__, ".."]).resolve()
 FORWARD, BACKWARD, SAVED, ORIGINAL = "#1d5fd1", "#b35fb5", "#c62828", "#7a808b"
 LOOPS = ("#e8effb", "#f6eaf6")
 BUDGET = "300MiB"
+CURVE_BUDGETS = 9
 
 
 def traced_model(model: keras.Model, optimizer: str) -> TracedStep:
@@ -324,6 +327,15 @@ SCHEDULES = (("basic", 2), ("gpipe", 4), ("1f1b", 4), ("mast", 2), ("master", 4)
 """With numbers of micro-batches."""
 
 
+def draw_curve() -> None:
+    """Draw the time of a step of ResNet-50 against its memory budget."""
+    model = keras.applications.ResNet50(weights=None, include_top=False, pooling="avg", input_shape=(512, 512, 3))
+    traced = traced_model(model, "sgd")
+    params = tflms_sft.AutoParams("1TiB")
+    points = [*curve_points(traced, params, budgets_between(traced, params, CURVE_BUDGETS))]
+    save(BudgetCurve(traced.plain.peak.peak_bytes, params.headroom, points[::-1]).plot(), "curve.png")
+
+
 def draw_schedules() -> None:
     """Draw schedules of four equal stages: backward takes twice as long as forward, a micro-batch holds 1 GiB."""
     for name, micro_batches in SCHEDULES:
@@ -347,6 +359,7 @@ if __name__ == "__main__":
     draw_tiles(*small)
     draw_memory()
     draw_measured()
+    draw_curve()
     draw_schedules()
     tiles_animation.draw_animation(animated_steps(), FOLDER / "tiles.gif")
     print(architecture.draw(FOLDER).name)

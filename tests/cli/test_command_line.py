@@ -18,7 +18,7 @@ def test_options_of_all_commands_are_documented():
     page = hooks["with_generated_parts"]((ROOT / "docs" / "reference" / "command-line.md").read_text(encoding="utf-8"))
     parts = dict(re.findall(r"^## (\S+)$(.*?)(?=^## |\Z)", page, flags=re.MULTILINE | re.DOTALL))
     commands = make().commands
-    assert set(commands) == {"plan", "max-input", "max-batch", "run", "worker", "doctor"}
+    assert set(commands) == {"plan", "curve", "max-input", "max-batch", "run", "worker", "doctor"}
     for name, command in commands.items():
         rows = dict(re.findall(r"^\| `([^`\s,]+)[^`]*` \| ([^|]+) \|", parts[name], flags=re.MULTILINE))
         arguments = {(*action.option_strings, action.metavar)[0]: action.help for action in command._actions}

@@ -17,8 +17,8 @@ EXIT_CODES = {
     OK: "ok",
     NOT_MET: "no plan meets the budget, the step cannot be rewritten, a check failed, or a worker cannot serve",
     WRONG_ARGUMENTS: "wrong arguments",
-    INTERRUPTED: "stopped with Ctrl-C; max-input and max-batch print the largest size found until then",
-    TERMINATED: "max-input or max-batch was stopped with SIGTERM, and has printed the largest size found until then",
+    INTERRUPTED: "stopped with Ctrl-C; max-input, max-batch and curve print what they found until then",
+    TERMINATED: "max-input, max-batch or curve was stopped with SIGTERM, and has printed what it found until then",
 }
 """Meanings of the exit codes. `run` ends with the exit code of the script instead."""
 

@@ -65,7 +65,7 @@ def check_kernels() -> KernelReport:
     networks = example_networks()
     for name, (dimensions, policy, build) in networks.items():
         with contextlib.nullcontext() if has_gpu else planning_for(CARDS[CARD].device_model), _policy(policy):
-            rewritten = rewrite(_step(build()), SFTParams(num_tiles=(2,) * dimensions))
+            rewritten = rewrite(_step(build()), SFTParams(num_tiles=(2,) * dimensions, memory_capacity=1))
         audit = audit_kernels(rewritten.concrete_function)
         for op in audit.ops:
             row = (op.op, op.dtype, "yes" if op.has_kernel else "no", " ".join(op.host_arguments))

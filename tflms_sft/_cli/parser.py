@@ -21,6 +21,8 @@ from tflms_sft._version import __version__
 
 __all__: list[str] = []
 
+NO_SWAP = "use tiles only; swap no tensors to host memory or disk"
+
 _WIDTH = 112
 """Columns of the help."""
 
@@ -40,6 +42,7 @@ _EXAMPLES = """examples:
   tflms-sft plan network.keras --input-shape 2048,2048,3 --budget 8GiB
   tflms-sft plan keras.applications:ConvNeXtTiny --arg weights=None --input-shape 224,224,3 --batch 32 --budget 4GiB
   tflms-sft plan nets.py:build --input-shape 4096,4096,3 --budget auto --device-model rtx2080ti
+  tflms-sft curve nets.py:build --input-shape 2048,2048,3 --plot curve.png
   tflms-sft max-input nets.py:build --arg classes=5 --budget 8GiB
   tflms-sft max-batch network.keras --input-shape 512,512,3 --budget 8GiB --json
   tflms-sft run --budget 8GiB train.py --epochs 3
@@ -61,6 +64,16 @@ def size(text: str) -> int | str:
         return parse_bytes(text, "--budget")
     except (TypeError, ValueError) as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def budgets(text: str) -> int | list[int]:
+    """Return a number of budgets, or the bytes of several sizes."""
+    if text.isdecimal():
+        return whole(text)
+    chosen = [size(one.strip()) for one in text.split(",")]
+    if "auto" in chosen:
+        raise argparse.ArgumentTypeError(f"expected sizes with units, such as 4GiB,8GiB. Received: {text!r}")
+    return [int(one) for one in chosen]
 
 
 def card_name(text: str) -> str:
@@ -171,7 +184,7 @@ def make() -> _Parser:
     )
     parser.add_argument("--version", action="version", version=f"tflms-sft {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
-    for add in (_add_plan, _add_max_input, _add_max_batch, _add_run, _add_worker, _add_doctor):
+    for add in (_add_plan, _add_curve, _add_max_input, _add_max_batch, _add_run, _add_worker, _add_doctor):
         add(commands)
     parser.commands = commands.choices
     return parser
@@ -250,6 +263,36 @@ def _add_plan(commands: Any) -> None:
         default="",
         help="write the graph after each pass, what each pass changed, and a script that runs the passes again",
     )
+    _add_common(parser)
+
+
+def _add_curve(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "curve",
+        "print the time of a training step against the memory budget, without training",
+        "Plans the step within several budgets, from the smallest one that a plan meets to that of the original step. "
+        "It shows which budget is worth its memory before you choose one. No step runs. `time` is relative to the "
+        "original step.",
+        "Each budget is printed on stderr when it has been planned, the smallest first. Ctrl-C, SIGTERM and "
+        "--time-limit end the search; the budgets planned until then are printed. The JSON object has `assumed` and "
+        "`curve`, which is `BudgetCurve.to_json()`.",
+        forms=_MODEL_FORMS,
+        example="tflms-sft curve nets.py:build --input-shape 2048,2048,3 --plot curve.png",
+    )
+    _add_model(parser)
+    _add_input_shape(parser)
+    parser.add_argument("--batch", type=whole, metavar="N", help="examples of a step; default: 1, or the model's own")
+    text = "number of budgets, or sizes with units, such as 2GiB,4GiB,8GiB; default: %(default)s"
+    parser.add_argument("--budgets", type=budgets, default=8, metavar="N|SIZE,...", help=text)
+    parser.set_defaults(budget="1TiB", max_slowdown=None)
+    text = "fraction of each budget that the prediction leaves free; default: 0.1"
+    parser.add_argument("--headroom", type=fraction, metavar="FRACTION", help=text)
+    parser.add_argument("--no-swap", action="store_true", help=NO_SWAP)
+    _add_device_model(parser)
+    parser.add_argument("--plot", metavar="FILE", help="draw the curve (needs matplotlib)")
+    text = "stop after this time, and print the budgets planned until then; default: no limit"
+    parser.add_argument("--time-limit", type=seconds, metavar="SECONDS", help=text)
     _add_common(parser)
 
 
@@ -401,7 +444,7 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--headroom", type=fraction, metavar="FRACTION", help=text)
     text = "largest predicted time of a step, over that of the original step; default: 10"
     parser.add_argument("--max-slowdown", type=at_least_one, metavar="X", help=text)
-    parser.add_argument("--no-swap", action="store_true", help="use tiles only; swap no tensors to host memory or disk")
+    parser.add_argument("--no-swap", action="store_true", help=NO_SWAP)
 
 
 def _add_device_model(parser: argparse.ArgumentParser) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import json
-import os
 from typing import Any
 
 from rewriters.estimates.op_cost import NOMINAL
@@ -34,7 +32,7 @@ def execute(options: argparse.Namespace) -> Outcome:
         UsageError: For wrong arguments.
     """
     params = _params(options)
-    _check_files(options)
+    step_options.check_output_files({"--plot": options.plot, "--html": options.html})
     progress = Progress(options.quiet)
     with progress.doing(f"building {options.model}"):
         given, why = step_options.load(options)
@@ -97,12 +95,3 @@ def _params(options: argparse.Namespace) -> Any:
         return SFTParams(options.num_tiles, halo=options.halo or "recompute")
     except (TypeError, ValueError) as error:
         raise UsageError(str(error).replace("`num_tiles`", "--num-tiles")) from None
-
-
-def _check_files(options: argparse.Namespace) -> None:
-    """Refuse unusable output files before planning, which may take minutes."""
-    if options.plot and importlib.util.find_spec("matplotlib") is None:
-        raise UsageError('--plot needs matplotlib. Install it with: pip install "tflms-sft[plot]".')
-    for option, path in (("--plot", options.plot), ("--html", options.html)):
-        if path and not os.path.isdir(os.path.dirname(os.path.abspath(path))):
-            raise UsageError(f"{option} must be a file in a directory that exists. Received: {path!r}.")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import importlib.util
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -24,6 +26,8 @@ from tflms_sft._machine.calibration import machine_rates
 from tflms_sft._params.request import parse_request
 from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._planner.budget_search import least_memory
+from tflms_sft._planner.curve_points import budgets_between, curve_points
+from tflms_sft._report.budget_curve import CurvePoint
 from tflms_sft._report.plan import Plan
 from tflms_sft._rewrite.rewrite import rewrite_traced
 from tflms_sft._search.traced_step import Candidate, TracedStep, analyse_step, collector_paused
@@ -121,6 +125,13 @@ class PlannableStep:
         with collector_paused():
             return least_memory(self.traced, params)
 
+    def curve(self, params: AutoParams, budgets: int | Sequence[int], progress: Progress) -> Iterator[CurvePoint]:
+        """Yield the point of each budget, the smallest first; of a number of budgets, `budgets_between`."""
+        self._use_rates(progress)
+        with collector_paused():
+            chosen = budgets_between(self.traced, params, budgets) if isinstance(budgets, int) else budgets
+            yield from curve_points(self.traced, params, chosen)
+
     def _use_rates(self, progress: Progress) -> None:
         rates = machine_rates(lambda line: progress.say(line.removeprefix("tflms-sft: ")))
         self.traced = dataclasses.replace(self.traced, rates=rates)
@@ -132,6 +143,15 @@ def budget_params(options: argparse.Namespace) -> AutoParams:
         return AutoParams(options.budget, **budget_options(options))
     except (TypeError, ValueError) as error:
         raise UsageError(str(error).replace("`memory_budget`", "--budget")) from None
+
+
+def check_output_files(paths: Mapping[str, str | None]) -> None:
+    """Refuse unusable output files, by the option that names each, before planning, which may take minutes."""
+    if paths.get("--plot") and importlib.util.find_spec("matplotlib") is None:
+        raise UsageError('--plot needs matplotlib. Install it with: pip install "tflms-sft[plot]".')
+    for option, path in paths.items():
+        if path and not os.path.isdir(os.path.dirname(os.path.abspath(path))):
+            raise UsageError(f"{option} must be a file in a directory that exists. Received: {path!r}.")
 
 
 def load(options: argparse.Namespace) -> tuple[Any, str]:

@@ -47,6 +47,12 @@ from tflms_sft._util.text import shortened
 MAX_TIME_RATIO_ALONE = 1.5
 """Time, over that of the original step, above which tiles and swaps together are tried."""
 
+FREE_SWAPS = 1.02
+"""Time of a step whose transfers are hidden by ops, over that of the original step, with a margin."""
+
+SWAPPED_EXCESS = 0.5
+"""Least bytes that swaps move each way, over the bytes above the limit; fragmentation may fall, too."""
+
 TILE_PEAK_FRACTIONS = (0.7, 0.5, 0.35, 0.25, 0.17, 0.12)
 """Fractions of the original step's peak that tiles leave for swaps to reduce further: from few tiles to many."""
 
@@ -99,13 +105,7 @@ def plans_within_budget(traced: TracedStep, params: AutoParams, advise: bool = F
         BudgetError: After the last plan, with the smallest budget that can be met and the largest tensor then. If the
             plans that fit take more than `max_slowdown` times as long as the original step, with a faster budget.
     """
-    why = ""
-    if not traced.analysis.backward:
-        why = NO_SWAPS if isinstance(params.swap, SwapParams) else ""
-        params = dataclasses.replace(params, swap=False)
-    elif params.swap is True and (reason := _reason_without_swaps(traced, params)):
-        why = f"nothing is swapped, because {reason}"
-        params = dataclasses.replace(params, swap=False)
+    params, why = _with_possible_swaps(traced, params)
     search = _search(traced, _files_allowed(traced, params))
     least = LeastMemory(traced, search, params)
     slow: list[FeasiblePlan] = []
@@ -125,14 +125,33 @@ def plans_within_budget(traced: TracedStep, params: AutoParams, advise: bool = F
     raise _too_small(traced, params, search, least)
 
 
+def fitting_plans(traced: TracedStep, params: AutoParams) -> Iterator[FeasiblePlan]:
+    """Yield the plans that fit, the fastest first, whatever `max_slowdown` says."""
+    params, _ = _with_possible_swaps(traced, params)
+    search = _search(traced, _files_allowed(traced, params))
+    least = LeastMemory(traced, search, params)
+    yield from feasible_plans(traced, search, params, least)
+    yield from least.within(limit_of(traced, params))
+
+
 def least_memory(traced: TracedStep, params: AutoParams) -> Candidate:
     """Return the plan with the lowest peak, with the swaps that `params` allow; it meets all budgets that can be met.
 
     This takes less time than a search.
     """
-    if params.swap is True and _reason_without_swaps(traced, params):
-        params = dataclasses.replace(params, swap=False)
+    params, _ = _with_possible_swaps(traced, params)
     return LeastMemory(traced, _search(traced, _files_allowed(traced, params)), params).smallest()
+
+
+def _with_possible_swaps(traced: TracedStep, params: AutoParams) -> tuple[AutoParams, str]:
+    """Return parameters without swaps if the step can swap no tensor, and the reason."""
+    if not traced.analysis.backward:
+        why = NO_SWAPS if isinstance(params.swap, SwapParams) else ""
+    elif params.swap is True and (reason := _reason_without_swaps(traced, params)):
+        why = f"nothing is swapped, because {reason}"
+    else:
+        return params, ""
+    return dataclasses.replace(params, swap=False), why
 
 
 def larger_budgets(traced: TracedStep, search: TileSearch, params: AutoParams, option: FeasiblePlan) -> str:
@@ -182,7 +201,12 @@ def feasible_plans(
         return []
     options = []
     swap = swaps_within(traced, params)
-    alone = None if params.swap is False else swaps_alone(traced, swap, limit)
+    excess = int(SWAPPED_EXCESS * (plain - limit))
+    least_swapped = math.inf
+    if params.swap is not False:
+        least_swapped = traced.rates.swapped(traced.seconds, excess, excess, to_disk=False)
+    are_free = least_swapped <= FREE_SWAPS * traced.seconds  # Then tiles need not be searched.
+    alone = swaps_alone(traced, swap, limit) if are_free else None
     swapped = math.inf if alone is None else alone.seconds
     _tell(traced, [] if alone is None else [alone])
     tiles, tiled = None, traced.seconds
@@ -194,6 +218,9 @@ def feasible_plans(
         tiled = max(tiles.time_ratio, 1.0) * traced.seconds
         options.append(of_tiles(traced, tiles, search.left))
         _tell(traced, options)
+    if not are_free and least_swapped < (math.inf if tiles is None else tiled):
+        alone = swaps_alone(traced, swap, limit)
+        swapped = math.inf if alone is None else alone.seconds
     if alone is not None and (tiles is None or swapped < tiled):
         ratios = [f"{max(seconds / traced.seconds, 1.0):.2f}x" for seconds in (tiled, swapped)]
         slower = f"tiles would take {ratios[0]} the time" if len(set(ratios)) > 1 else "tiles are no faster"

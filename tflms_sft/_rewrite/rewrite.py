@@ -89,7 +89,7 @@ def rewrite(step: Any, params: Any, *example_args: Any, **example_kwargs: Any) -
     if request.pipeline is not None:
         with collector_paused():
             return RewrittenStep(*build_pipeline(step, request, example_args, example_kwargs))
-    with told_if_slow("tflms-sft: tracing the step ...", _print_to_stderr, sys.stderr):
+    with told_if_slow("tflms-sft: tracing the step ...", print_to_stderr, sys.stderr):
         concrete_fn, record = trace_step(step, example_args, example_kwargs)
     batch, sizes = batch_of((example_args, example_kwargs)), {} if example_kwargs else leading_sizes(example_args)
     return rewrite_concrete(concrete_fn, record, batch, request, sizes=sizes)
@@ -257,15 +257,9 @@ def rewrite_concrete(
         sizes: Leading sizes of the arguments to plan for, by position, as far as they are known.
     """
     aim = f"tflms-sft: {request.aim()} ..."
-    with collector_paused(), told_if_slow(aim, _print_to_stderr, sys.stderr) as stopwatch:
-        mode = CanonicalMode.EXACT if request.tiles is None else CanonicalMode.TILING
-        traced = analyse_step(concrete_fn, record, batch, mode, sizes=sizes)
-        require_image_shapes(traced.analysis.graph)
-        rates = stored_rates() if request.budget is None else machine_rates(_print_to_stderr)
-        traced = dataclasses.replace(traced, rates=rates, excess_bytes=excess_bytes, found=stopwatch.found)
-        if request.budget is not None:
-            require_batch(traced, batch)
-            require_sizes(concrete_fn)
+    with collector_paused(), told_if_slow(aim, print_to_stderr, sys.stderr) as stopwatch:
+        traced = analysed(concrete_fn, record, batch, request, sizes=sizes)
+        traced = dataclasses.replace(traced, excess_bytes=excess_bytes, found=stopwatch.found)
         importer, plan = rewrite_traced(traced, request)
         if tf_internals.must_compile(concrete_fn):
             plan = amend_plan(plan, "the step was compiled by XLA (`jit_compile`); the rewritten step runs without XLA")
@@ -276,7 +270,30 @@ def rewrite_concrete(
         return RewrittenStep(concrete_fn, importer, plan, limit)
 
 
-def _print_to_stderr(text: str) -> None:
+def analysed(
+    concrete_fn: Any,
+    record: LayerRecord,
+    batch: int | None,
+    request: RewriteRequest,
+    sizes: Mapping[int, int] | None = None,
+) -> TracedStep:
+    """Return the analysis of a traced step, with the rates of this machine; the arguments are those of `rewrite`.
+
+    Raises:
+        RewriteError: If the step cannot be rewritten, or a size that a budget needs is unknown.
+    """
+    mode = CanonicalMode.EXACT if request.tiles is None else CanonicalMode.TILING
+    traced = analyse_step(concrete_fn, record, batch, mode, sizes=sizes)
+    require_image_shapes(traced.analysis.graph)
+    if request.budget is None:
+        return dataclasses.replace(traced, rates=stored_rates())
+    traced = dataclasses.replace(traced, rates=machine_rates(print_to_stderr))
+    require_batch(traced, batch)
+    require_sizes(concrete_fn)
+    return traced
+
+
+def print_to_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
