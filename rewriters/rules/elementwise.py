@@ -20,6 +20,10 @@ from rewriters.rules.registry import AxisPlan, Emitter, OpView, Rule, TileKind, 
 __all__: list[str] = []
 
 
+SAME = -1
+"""Stands for the rows of the result."""
+
+
 def broadcasts(op: OpView, position: int, axis: int) -> bool:
     """Return whether operand `position` has one row where the output has many."""
     operand, out = op.node.inputs[position], op.node.out()
@@ -186,18 +190,19 @@ class Pointwise(Rule):
         return AxisPlan(out, out, self._rows(op, axis, out))
 
     def _rows(self, op: OpView, axis: int, out: Interval) -> list[Interval | None]:
-        needs: list[Interval | None] = []
-        read_whole = self.read_whole(op)
-        for position in range(len(op.node.inputs)):
-            if position in read_whole:
-                needs.append(whole(op.extent(op.node.inputs[position], axis), len(out.lo)))
-            elif position not in self.data(op):
-                needs.append(None)
-            elif len(op.node.inputs[position].shape or ()) < len(op.node.out().shape or ()):
-                needs.append(None)
-            else:
-                needs.append(whole(1, len(out.lo)) if broadcasts(op, position, axis) else out)
-        return needs
+        rows = op.once(
+            ("rows", axis), lambda: [self._operand_rows(op, axis, one) for one in range(len(op.node.inputs))]
+        )
+        return [None if one is None else out if one is SAME else whole(one, len(out.lo)) for one in rows]
+
+    def _operand_rows(self, op: OpView, axis: int, position: int) -> int | None:
+        """Return the rows of an operand that any tile reads, `SAME` for those of the result, `None` without rows."""
+        operand = op.node.inputs[position]
+        if position in self.read_whole(op):
+            return op.extent(operand, axis)
+        if position not in self.data(op) or len(operand.shape or ()) < len(op.node.out().shape or ()):
+            return None
+        return 1 if broadcasts(op, position, axis) else SAME
 
 
 class LinearIn(Pointwise):

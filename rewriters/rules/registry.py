@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -33,6 +33,8 @@ from rewriters.rules.axis_layouts import Anchor, AxisMap, Layout, Layouts
 from rewriters.rules.intervals import Interval
 
 __all__: list[str] = []
+
+T = TypeVar("T")
 
 
 class TileKind(enum.Enum):
@@ -68,6 +70,14 @@ class OpView:
     evaluate: StaticEvaluator
     layouts: Layouts
     device: DeviceModel
+    _known: dict[Hashable, Any] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def once(self, name: Hashable, compute: Callable[[], T]) -> T:
+        """Return a fact that depends on nothing but the op and complete layouts, computed when it is first needed."""
+        if name not in self._known:
+            self._known[name] = compute()
+        result: T = self._known[name]
+        return result
 
     def layout(self, tensor: Tensor) -> Layout:
         """Return the layout of `tensor`."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
-import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -29,9 +28,6 @@ from rewriters.rules.registry import find_rule
 from rewriters.tiling.barrier_levels import BarrierLevels, MomentPair
 
 __all__: list[str] = []
-
-CHECKPOINT_BYTES_RATIO = 0.85
-"""Peak bytes of one set of checkpoints, over those of the set before it."""
 
 MIN_FREED_RATIO = 1 / 2
 """Bytes that an additional loop has to free, over the bytes of the largest stored tensor."""
@@ -453,68 +449,3 @@ class CheckpointSelection:
         required = self.exits | self._extra | self._compared
         ranges = self.live_ranges.items()
         return {t for t, live_range in ranges if t not in required and live_range.producer <= self._last_forward}
-
-    def checkpoints(self) -> list[set[Tensor]]:
-        """Return choices of tensors to save: first all droppable ones, then choices that need less memory.
-
-        While the tensors between one checkpoint and the next are recomputed, they are alive together with all earlier
-        checkpoints. The later ones are freed by then.
-        """
-        loops = self._forward_loops()
-        sets = [self.droppable()]
-        max_bytes = sum(loop.recomputed_bytes for loop in loops)
-        while max_bytes > 0 and (checkpoints := self._cheapest_checkpoints(loops, max_bytes)) is not None:
-            if checkpoints not in sets:
-                sets.append(checkpoints)
-            max_bytes = int(max_bytes * CHECKPOINT_BYTES_RATIO)
-        return sets
-
-    def _forward_loops(self) -> list[_ForwardLoop]:
-        ranges = self.live_ranges
-        saved = [t for t in self.droppable() if ranges[t].backward > self._last_forward]
-        return [
-            _ForwardLoop(
-                frozenset(t for t, live_range in ranges.items() if live_range.producer <= level < live_range.forward),
-                self._num_bytes(t for t in saved if ranges[t].producer == level),
-            )
-            for level in range(self._last_forward + 1)
-        ]
-
-    def _cheapest_checkpoints(self, loops: list[_ForwardLoop], max_bytes: int) -> set[Tensor] | None:
-        """Return the smallest checkpoints with which at most `max_bytes` are alive, by dynamic programming."""
-        sizes = [self._num_bytes(loop.frontier) for loop in loops]
-        recomputed = [0, *itertools.accumulate(loop.recomputed_bytes for loop in loops)]
-        # For a cut after each number of loops: bytes of all checkpoints up to it, and the cut before it.
-        checkpoint_bytes: list[int | None] = [0]
-        previous_cut = [0]
-        for end in range(1, len(loops) + 1):
-            options = [
-                (before + (sizes[end - 1] if end < len(loops) else 0), begin)
-                for begin, before in enumerate(checkpoint_bytes)
-                if before is not None and before + recomputed[end] - recomputed[begin] <= max_bytes
-            ]
-            size, begin = min(options, default=(None, 0))
-            checkpoint_bytes.append(size)
-            previous_cut.append(begin)
-        if checkpoint_bytes[-1] is None:
-            return None
-        end = last = previous_cut[-1]
-        # The backward phase begins with the tensors after the last cut, which are not worth dropping.
-        checkpoints = {t for t, live_range in self.live_ranges.items() if live_range.producer >= last}
-        while end > 0:
-            checkpoints |= loops[end - 1].frontier
-            end = previous_cut[end]
-        return checkpoints & self.droppable()
-
-
-@dataclasses.dataclass(frozen=True)
-class _ForwardLoop:
-    """A forward loop, as the choice of checkpoints sees it.
-
-    Attributes:
-        frontier: Tensors that later forward loops read. Recomputation can start after the loop from them.
-        recomputed_bytes: Bytes of the tensors that it computes and the backward phase reads.
-    """
-
-    frontier: frozenset[Tensor]
-    recomputed_bytes: int

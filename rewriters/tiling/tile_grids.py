@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import bisect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.ir.graph import Tensor
@@ -17,6 +16,10 @@ __all__: list[str] = []
 AUTO_TILES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 """Tiles per axis that are tried, fewest first. For sequences, batches and loops between barriers they go on: 96, 128,
 192, 256, ..."""
+
+
+MAX_GUESSES = 5
+"""Grids that are tried where a model of their bytes proposes them; bisection follows."""
 
 
 def auto_grids(analysis: GraphAnalysis, segment: Segment, batch: int, rows_only: bool = False) -> list[Grid]:
@@ -89,15 +92,32 @@ def thinned(grids: Sequence[Grid], growth: float) -> list[Grid]:
     return thin
 
 
-def coarsest_fitting(grids: Sequence[Grid], fits: Callable[[Grid], bool]) -> Grid | None:
-    """Return the grid with the fewest tiles that fits, by bisection if it is not the first; `None` if none does.
+def coarsest_fitting(grids: Sequence[Grid], num_bytes: Callable[[Grid], float], limit: float) -> Grid | None:
+    """Return the grid with the fewest tiles that needs at most `limit` bytes; `None` if none does.
 
-    More tiles are assumed to fit where fewer do. Halos break that now and then: an earlier grid may fit as well.
+    Bytes are assumed not to rise with the number of tiles. Halos break that now and then: an earlier grid may fit as
+    well. Few grids are asked for their bytes, because these fall nearly as the number of tiles rises.
     """
-    if grids and fits(grids[0]):
-        return grids[0]
-    index = bisect.bisect_left(grids, True, lo=min(1, len(grids)), key=fits)
-    return grids[index] if index < len(grids) else None
+    low, high, bytes_at = -1, len(grids), dict[int, float]()
+    while high - low > 1:
+        index = _guess(grids, low, high, bytes_at, limit)
+        bytes_at[index] = num_bytes(grids[index])
+        low, high = (low, index) if bytes_at[index] <= limit else (index, high)
+    return grids[high] if high < len(grids) else None
+
+
+def _guess(grids: Sequence[Grid], low: int, high: int, bytes_at: Mapping[int, float], limit: float) -> int:
+    """Return the next grid to try, after one that does not fit, or -1, and before one that fits, or their number."""
+    if low < 0:
+        return 0
+    over, under = bytes_at[low] / max(limit, 1.0), max(limit, 1.0) / max(bytes_at.get(high, 0.0), 1.0)
+    tiles = grids[low].num_tiles * over
+    if high in bytes_at:  # Between both, bytes are a power of the number of tiles.
+        ratio = grids[high].num_tiles / grids[low].num_tiles
+        tiles = grids[low].num_tiles * ratio ** (math.log(over) / math.log(over * under)) if under > 1 else math.inf
+    guess = next((index for index in range(low + 1, high) if grids[index].num_tiles >= tiles), high - 1)
+    halves = len(bytes_at) > MAX_GUESSES
+    return (low + high) // 2 if halves else guess
 
 
 def fastest(grids: Sequence[Grid], start: Grid, seconds: Callable[[Grid], tuple[float, float]]) -> Grid:

@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+from checkpoint_sets import dropping_sets, smallest_segment
 from equivalence import keras_step
 from nets import bottlenecks, chain, u_net
 
@@ -50,7 +51,7 @@ def test_ops_of_a_layer_are_of_one_level():
 def test_loops_of_a_level_run_at_its_moments(searched):
     traced, search, _ = searched
     barriers, levels = Barriers(traced), search._stretches.levels
-    for dropped in barriers.families[0]:
+    for dropped in dropping_sets(barriers)[0]:
         specs = barriers.segment("segment1", barriers.selections[0], dropped).loop_specs
         moments = levels.of_loops(specs)
         assert all((moment >= levels.count) == spec.backward for moment, spec in zip(moments, specs, strict=True))
@@ -101,7 +102,7 @@ def test_no_set_of_checkpoints_of_a_family_is_faster(net):
     """Checkpoints at the smallest frontiers, with all levels in tiles, are among the plans."""
     traced = traced_step(net)
     barriers, estimates = Barriers(traced), LoopEstimates(traced)
-    pairs = zip(barriers.selections, barriers.families, strict=True)
+    pairs = zip(barriers.selections, dropping_sets(barriers), strict=True)
     segments = [barriers.segment("segment1", selection, dropped) for selection, family in pairs for dropped in family]
     within = [LoopsWithin(traced, estimates, segment) for segment in segments]
     smallest = min(loops.smallest.peak.peak_bytes for loops in within)
@@ -113,7 +114,7 @@ def test_no_set_of_checkpoints_of_a_family_is_faster(net):
 
 def test_loops_fit_in_tiles_between_those_of_small_and_large_iterations():
     traced = traced_step(chain)
-    loops = LoopsWithin(traced, LoopEstimates(traced), Barriers(traced).smallest("segment1"))
+    loops = LoopsWithin(traced, LoopEstimates(traced), smallest_segment(Barriers(traced)))
     large = loops.fastest_within(Halo.RECOMPUTE, 10 * traced.plain.peak.peak_bytes)
     assert large.time_ratio < loops.smallest.time_ratio and loops.smallest.peak.peak_bytes < large.peak.peak_bytes
     limit = (large.peak.peak_bytes + loops.smallest.peak.peak_bytes) // 2

@@ -91,10 +91,10 @@ def test_corrections_move_the_path_and_can_be_forgotten(searched):
     priced, count = search._priced, search._stretches.moments.count
     limits = np.full(count, 0.5 * searched[0].plain.peak.peak_bytes)
     before = priced.fastest_within(limits).path
-    priced.correct(before, limits, search._stretches.moments, lambda stretch: (stretch.begin, stretch.end))
+    priced.graph.correct(before, limits, search._stretches.moments, lambda stretch: (stretch.begin, stretch.end))
     after = priced.fastest_within(limits).path
     assert after is None or {id(step.stretch) for step in after.steps}.isdisjoint(id(s.stretch) for s in before.steps)
-    priced.forget_corrections()
+    priced.graph.forget_corrections()
     again = priced.fastest_within(limits).path
     assert again.seconds == before.seconds and np.array_equal(again.usage, before.usage)
 

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from checkpoint_sets import smallest_segment
 from equivalence import keras_step
 from gradients import gradient_step, model_of
 from keras import layers
@@ -93,11 +94,19 @@ def test_thinned_grids_keep_whole_images_and_finest_grid(batch):
     assert thin == [grid for grid in grids if grid in thin] and len(thin) < len(grids)
 
 
-@pytest.mark.parametrize("first", [0, 1, 4, 5])
-def test_coarsest_fitting_returns_first_fitting_grid(first):
-    grids = [Grid(1, (count, 1)) for count in range(1, 6)]
-    grid = coarsest_fitting(grids, lambda grid: grid.num_tiles > first)
-    assert grid == (grids[first] if first < 5 else None)
+@pytest.mark.parametrize("limit", [0, 1, 7, 30, 64, 99, 100, 4000])
+@pytest.mark.parametrize("constant", [0, 5, 90])
+def test_coarsest_fitting_returns_first_fitting_grid(limit, constant):
+    grids = [Grid(1, (count, 1)) for count in range(1, 60)]
+    asked = []
+
+    def num_bytes(grid):
+        asked.append(grid)
+        return constant + 100 // grid.num_tiles
+
+    first = next((grid for grid in grids if constant + 100 // grid.num_tiles <= limit), None)
+    assert coarsest_fitting(grids, num_bytes, limit) == first
+    assert len(asked) == len(set(asked)) <= 12
 
 
 def test_budget_splits_long_side_of_image_first():
@@ -212,7 +221,7 @@ def test_predict_with_cached_skeleton_equals_fresh_one():
     """Compare the prediction with that of a step without cached skeletons."""
     traced = analyse_step(keras_step(chain, (24, 20), 2, steps=1).concrete_fn)
     barriers = Barriers(traced)
-    segments = [barriers.segment("segment1", barriers.selections[0]), barriers.smallest("segment1")]
+    segments = [barriers.segment("segment1", barriers.selections[0]), smallest_segment(barriers)]
     counts = []
     for segment in segments:
         for halo, grid in ((h, Grid(1, (n, 1))) for h in Halo for n in (1, 2, 3, 6)):
@@ -227,7 +236,7 @@ def test_predict_caches_limited_number_of_skeletons():
     traced = analyse_step(keras_step(chain, (24, 20), 2, steps=1).concrete_fn)
     barriers = Barriers(traced)
     for _ in range(MAX_SKELETONS + 2):
-        segment = barriers.smallest("segment1")
+        segment = smallest_segment(barriers)
         predict(traced, [plan_segment(traced.analysis, segment, Grid(1, (2, 1)))])
     assert len(traced.models.skeletons) == MAX_SKELETONS
 

@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from checkpoint_sets import checkpoint_sets
 from equivalence import TOLERANCE, error, keras_step
 from keras import layers
 from nets import NORMALISED, Compiled, bottlenecks, chain, conv_norm, momentum, u_net
@@ -66,7 +67,7 @@ def test_barrier_loops_equal_original_step(net, known_batch):
     step = keras_step(net, (17, 14), 3, known_batch, momentum())
     parts = Parts(step.concrete_fn, 3)
     assert has_barriers(parts.analysis, parts.roles)
-    fewest = parts.storage.checkpoints()[-1]
+    fewest = checkpoint_sets(parts.storage)[-1]
     assert not differing(step, parts.rewritten(Grid(1, (3, 2)), Grid(2, (4, 3))))
     assert not differing(step, parts.rewritten(Grid(2, (5, 1)), checkpoints=fewest))
     assert not differing(step, parts.rewritten(Grid(1, (17, 14)), checkpoints=set()))
@@ -336,7 +337,7 @@ def test_loop_specs_gather_gradient_before_loop_with_halo(monkeypatch):
     for least in (checkpoint_selection.MIN_FREED_RATIO, 100.0):
         monkeypatch.setattr(checkpoint_selection, "MIN_FREED_RATIO", least)
         parts = Parts(concrete_fn)
-        ways.append(parts.segment(parts.storage.checkpoints()[-1]).loop_specs)
+        ways.append(parts.segment(checkpoint_sets(parts.storage)[-1]).loop_specs)
     at = [[any(node.op == "Conv2DBackpropInput" for node in loop.body) for loop in loops] for loops in ways]
     images = [[len(loop.reads) for loop in itertools.compress(*way)] for way in zip(ways, at, strict=True)]
     assert np.median(images[0]) == 2 and np.median(images[1]) == 3
@@ -357,7 +358,7 @@ def readable(loops):
 @pytest.mark.parametrize("net", NORMALISED)
 def test_loop_specs_read_written_tensors_and_compute_reductions_once(net):
     parts = Parts(keras_step(net, (17, 14)).concrete_fn)
-    for checkpoints in [None, set(), *parts.storage.checkpoints()]:
+    for checkpoints in [None, set(), *checkpoint_sets(parts.storage)]:
         loops = parts.segment(checkpoints).loop_specs
         assert not readable(loops)
         assert [loop.level for loop in loops] == sorted(loop.level for loop in loops)
@@ -380,7 +381,7 @@ def held(loops, batch=2):
 
 def test_checkpoints_sets_have_decreasing_bytes():
     parts = Parts(keras_step(deep, (24, 24)).concrete_fn)
-    loops = [parts.segment(checkpoints).loop_specs for checkpoints in parts.storage.checkpoints()]
+    loops = [parts.segment(checkpoints).loop_specs for checkpoints in checkpoint_sets(parts.storage)]
     sizes = [max(held(every)) for every in loops]
     assert len(sizes) >= 3 and sizes[-1] < 0.6 * sizes[0]
     first, last = (sum(len(loop.writes) for loop in every) for every in (loops[0], loops[-1]))
@@ -390,7 +391,7 @@ def test_checkpoints_sets_have_decreasing_bytes():
 def test_loop_specs_recompute_dropped_tensors_in_separate_loops():
     """A single loop would pay for the halos of all convolutions between two checkpoints."""
     parts = Parts(keras_step(deep, (24, 24)).concrete_fn)
-    for checkpoints in (set(), *parts.storage.checkpoints()):
+    for checkpoints in (set(), *checkpoint_sets(parts.storage)):
         loops = parts.segment(checkpoints).loop_specs
         convolutions = [sum(node.op == "Conv2D" for node in loop.body) for loop in loops]
         assert max(convolutions) <= 2
@@ -404,7 +405,7 @@ def test_checkpoint_selection_cheap_convolutions_are_recomputed(net):
     dear, cheap = Parts(step.concrete_fn, 3), Parts(step.concrete_fn, 3, cheap_flops=1e9)
     fewer = dear.storage.stored - cheap.storage.stored
     assert any("Conv2D" in tensor.node.op for tensor in fewer)
-    for checkpoints in (None, cheap.storage.checkpoints()[-1]):
+    for checkpoints in (None, checkpoint_sets(cheap.storage)[-1]):
         assert not differing(step, cheap.rewritten(Grid(2, (3, 2)), checkpoints=checkpoints))
 
 
@@ -414,7 +415,7 @@ def test_checkpoints_without_stored_tensors_terminates():
 
     parts = Parts(keras_step(grouped, (17, 14)).concrete_fn)
     assert not has_barriers(parts.analysis, parts.roles)
-    assert len(parts.storage.checkpoints()) == 1
+    assert len(checkpoint_sets(parts.storage)) == 1
 
 
 def deep(x):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -16,9 +17,10 @@ from rewriters.tiling.tile_planner import Halo
 from tflms_sft._barriers.barrier_stretches import BarrierStretches, LevelPlan
 from tflms_sft._barriers.barriers import Barriers
 from tflms_sft._barriers.step_levels import StepLevels
-from tflms_sft._barriers.tiled_loops import LoopsWithin, loop_numbers
-from tflms_sft._search.priced_paths import Path, PricedPaths
+from tflms_sft._barriers.tiled_loops import LoopsWithin, TiledLoops, loop_numbers
+from tflms_sft._search.priced_paths import PricedPaths
 from tflms_sft._search.segment_tilings import LoopEstimates
+from tflms_sft._search.stretch_graph import Path
 from tflms_sft._search.traced_step import Candidate, TracedStep
 
 SUM_FRACTIONS = ((1.0, 4), (0.9, 4), (0.8, 2), (0.65, 2), (0.5, 1), (0.35, 1))
@@ -28,12 +30,15 @@ Each path corrects the sums of the next.
 """
 
 MAX_FITTING = 8
-"""Paths that fit a limit after which no more are sought."""
+"""Plans that fit a limit after which no more are sought."""
+
+MAX_NO_FASTER, MUCH_FASTER = 2, 0.99
+"""Plans in a row that fit and take more than this fraction of the least time, after which no more are sought."""
 
 SMALL_GAP = 0.02
 """Time of the best plan above the bound of the sums, over the bound, at which the search ends."""
 
-MAX_EXCESS = 1.2
+MAX_EXCESS = 1.005
 """Peak in small iterations, over the limit, from which on no tiles of a path are tried."""
 
 SMALLEST_FACTORS = (1.01, 1.15, 1.35)
@@ -83,7 +88,7 @@ class BarrierSearch:
     def smallest(self) -> Candidate:
         """Plan with the lowest peak found, equal after any search."""
         least, count = self._priced.least_limit(2 * self._traced.plain.peak.peak_bytes), self._levels.moments_count
-        self._priced.forget_corrections()
+        self._priced.graph.forget_corrections()
         paths = (self._priced.fastest_within(np.full(count, factor * least)).path for factor in SMALLEST_FACTORS)
         plans = [self._stretches.plan(path) for path in paths if path is not None]
         plans += (plan for _, plan in self._stretches.of_families())
@@ -93,7 +98,9 @@ class BarrierSearch:
 
     @functools.cached_property
     def _stretches(self) -> BarrierStretches:
-        return BarrierStretches(self._traced, self._barriers, self._estimates)
+        return BarrierStretches(
+            self._traced, self._barriers, lambda segment: TiledLoops(self._estimates, segment).costs()
+        )
 
     @property
     def _levels(self) -> StepLevels:
@@ -130,13 +137,13 @@ class BarrierSearch:
             Lower bound of the time of all paths, by the sums with the corrections of the last one.
         """
         limits = np.full(self._levels.moments_count, limit - self._traced.held_bytes)
-        self._priced.forget_corrections()
-        seen, bound = set[LevelPlan](), 0.0
+        self._priced.graph.forget_corrections()
+        seen, bound, prices = set[LevelPlan](), 0.0, None
         for number in range(count):
-            solution = self._priced.fastest_within(limits * (1.0 if number else fraction))
-            bound = self._stretches.outside_seconds + solution.bound
+            solution = self._priced.fastest_within(limits * (1.0 if number else fraction), prices)
+            bound, prices = self._stretches.outside_seconds + solution.bound, solution.prices
             fitting = [seconds for seconds in modelled.values() if seconds < np.inf]
-            if solution.path is None or bound >= min(fitting, default=np.inf) or len(fitting) >= MAX_FITTING:
+            if solution.path is None or bound >= min(fitting, default=np.inf) or _is_settled(fitting):
                 break
             plan = self._stretches.plan(solution.path)
             if plan in seen:
@@ -144,7 +151,7 @@ class BarrierSearch:
             seen.add(plan)
             if plan not in modelled:
                 modelled[plan] = self._model(plan, limit)
-            self._correct(solution.path, self._in_small_iterations(plan))
+            self._correct(solution.path, plan)
         return bound
 
     def _model_families(self, limit: int, best: float) -> None:
@@ -188,24 +195,36 @@ class BarrierSearch:
             while len(self._plans) >= MAX_PLANS:
                 del self._plans[next(iter(self._plans))]
             traced = self._traced
-            allowed = {node for node in traced.analysis.order if self._levels.of.get(node) not in plan.untiled}
-            segment = Barriers(traced, allowed).segment_storing("segment1", plan.stored, plan.dropped)
+            segment = self._stretches.segment("segment1", plan)
             files = traced.files
             if files is not None:
                 files = dataclasses.replace(files, tensors=plan.in_files) if plan.in_files else None
             self._plans[plan] = LoopsWithin(dataclasses.replace(traced, files=files), self._estimates, segment)
         return self._plans[plan]
 
-    def _correct(self, path: Path, candidate: Candidate) -> None:
-        """Correct the stretches of a path by the bytes that their sums lack, of a plan with small iterations."""
-        of_loop: dict[str, slice] = {}
-        for plan in candidate.plans:
-            moments = self._levels.of_loops(plan.segment.loop_specs)
-            of_loop |= {name: slice(moments[n], moments[n] + 1) for name, n in loop_numbers(candidate, plan).items()}
-        peaks = self._levels.moments.peaks(candidate.peak.timeline, of_loop)
-        sums = self._stretches.usage_in_small_iterations(path)
-        lacking = np.nan_to_num(peaks - self._traced.held_bytes - sums)
-        self._priced.correct(path, lacking, self._levels.moments, self._stretches.bounds)
+    def _correct(self, path: Path, plan: LevelPlan) -> None:
+        """Correct the stretches of a path by what their sums lack of its loops.
+
+        These are bytes in small iterations, and time in the fewest tiles: a loop between levels of another family reads
+        other tensors than one among levels of its own.
+        """
+        stretches, levels, candidate = self._stretches, self._levels, self._in_small_iterations(plan)
+        of_loop, coarsest = dict[str, slice](), np.zeros(levels.moments_count)
+        for of_segment in candidate.plans:
+            moments = levels.of_loops(of_segment.segment.loop_specs)
+            numbers = loop_numbers(candidate, of_segment)
+            of_loop |= {name: slice(moments[n], moments[n] + 1) for name, n in numbers.items()}
+            np.add.at(coarsest, moments, self._loops(plan).coarsest_seconds())
+        peaks = levels.moments.peaks(candidate.peak.timeline, of_loop)
+        lacking = np.nan_to_num(peaks - self._traced.held_bytes - stretches.usage_in_small_iterations(path))
+        seconds = stretches.seconds_beyond(path, coarsest)
+        self._priced.graph.correct(path, lacking, levels.moments, stretches.bounds, seconds)
+
+
+def _is_settled(seconds: Sequence[float]) -> bool:
+    """Return whether enough plans are modelled, given the time of each that fits in the order of the search."""
+    before, last = seconds[:-MAX_NO_FASTER], seconds[-MAX_NO_FASTER:]
+    return len(seconds) >= MAX_FITTING or (bool(before) and min(last) > MUCH_FASTER * min(before))
 
 
 def _rank(candidate: Candidate) -> tuple[float, int]:

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -22,25 +22,13 @@ from rewriters.device.op_buffers import forwards_input_buffer
 from rewriters.device.peak_memory import replay
 from rewriters.ir.graph import Node, Tensor
 from rewriters.tiling.segment import Segment
-from rewriters.tiling.tile_grids import thinned
 from tflms_sft._barriers.barriers import Barriers
 from tflms_sft._barriers.step_levels import StepLevels
-from tflms_sft._barriers.tiled_loops import TiledLoops
-from tflms_sft._search.priced_paths import Option, Path, Stretch
-from tflms_sft._search.segment_tilings import LoopEstimates
+from tflms_sft._search.stretch_graph import Option, Path, Stretch
 from tflms_sft._search.traced_step import TracedStep, original_allocations
 
 MAX_FRONTIERS = 24
 """Frontiers between which levels are recomputed together."""
-
-GRID_GROWTH = 2.0
-"""Tiles of a grid of which a loop is estimated, over those of the one before."""
-
-MAX_SECONDS_GROWTH = 8.0
-"""Time of a loop, over its time in the fewest tiles, from which on no more tiles are estimated."""
-
-SMALL_ITERATION = 1 / 128
-"""Bytes of an iteration, over the peak of the original step, from which on no more tiles are estimated."""
 
 MIN_BYTES_SAVED = 0.1
 """Fraction of the bytes of the iterations at a moment that more tiles have to save."""
@@ -98,8 +86,17 @@ class _Life:
         return max((self.first, *self.reads))
 
 
+GridCosts = Sequence[tuple[float, float]]
+"""Bytes of an iteration and time of a loop, for more and more tiles."""
+
+
 class BarrierStretches:
     """All stretches of a training step with barriers.
+
+    Args:
+        traced: The step.
+        barriers: Ops that run in tiles.
+        costs_of: Returns the tiles to choose from for each loop of a segment.
 
     Attributes:
         levels: Levels of the step.
@@ -107,18 +104,24 @@ class BarrierStretches:
         outside_seconds: Time of the ops that belong to no level.
     """
 
-    def __init__(self, traced: TracedStep, barriers: Barriers, estimates: LoopEstimates) -> None:
+    def __init__(
+        self, traced: TracedStep, barriers: Barriers, costs_of: Callable[[Segment], Sequence[GridCosts]]
+    ) -> None:
         self._traced = traced
+        self._barriers = barriers
         self.levels = StepLevels(traced.analysis, barriers.levels)
         segments = [barriers.segment("segment1", selection) for selection in barriers.selections]
-        loops = [TiledLoops(estimates, segment) for segment in segments]
-        self._grids = [self._grid_options(one) for one in loops]
-        self._lives = [self._lives_of(one) for one in loops]
+        self._grids = [self._grid_options(segment, costs_of(segment)) for segment in segments]
+        self._lives = [self._lives_of(segment) for segment in segments]
         self._homes = [self._homes_of(one, lives) for one, lives in zip(segments, self._lives, strict=True)]
         untiled = list(self._untiled())
         self._untiled_seconds = [stretch.ways[0].seconds for stretch in untiled]
         self.stretches = [*untiled, *self._tiled()]
         self.outside_seconds = traced.seconds - sum(self._untiled_seconds)
+
+    def is_tiled(self, stretch: Stretch) -> bool:
+        """Return whether a stretch runs in tiles."""
+        return cast(LevelChoice, stretch.ways[0].choice).tiled
 
     def bounds(self, stretch: Stretch) -> tuple[int, int]:
         """Return the first level of a stretch, and one past its last."""
@@ -163,35 +166,26 @@ class BarrierStretches:
 
     # Loops and tensors of a family ----------------------------------------------------------------------------
 
-    def _grid_options(self, loops: TiledLoops) -> dict[int, list[Option]]:
+    def _grid_options(self, segment: Segment, costs: Sequence[GridCosts]) -> dict[int, list[Option]]:
         """Return the options for the bytes of iterations at each moment, with the time of its loops."""
-        at: dict[int, list[list[tuple[int, float]]]] = {}
-        for number, moment in enumerate(self.levels.of_loops(loops.segment.loop_specs)):
-            at.setdefault(moment, []).append(self._bytes_and_seconds(loops, number))
+        at: dict[int, list[GridCosts]] = {}
+        for moment, of_loop in zip(self.levels.of_loops(segment.loop_specs), costs, strict=True):
+            at.setdefault(moment, []).append(of_loop)
         return {moment: list(self._options_at(moment, of_loops)) for moment, of_loops in at.items()}
 
-    def _bytes_and_seconds(self, loops: TiledLoops, number: int) -> list[tuple[int, float]]:
-        """Return bytes of an iteration and time of a loop for more and more tiles."""
-        small, pairs = SMALL_ITERATION * self._traced.plain.peak.peak_bytes, list[tuple[int, float]]()
-        for grid in thinned(loops.grids[number], GRID_GROWTH):
-            estimate = loops.estimate(number, grid)
-            pairs.append((estimate.num_bytes, estimate.seconds))
-            if estimate.num_bytes <= small or estimate.seconds > MAX_SECONDS_GROWTH * pairs[0][1]:
-                break
-        return pairs
-
-    def _options_at(self, moment: int, loops: Sequence[Sequence[tuple[int, float]]]) -> Iterator[Option]:
+    def _options_at(self, moment: int, loops: Sequence[GridCosts]) -> Iterator[Option]:
         """Yield options with fewer and fewer bytes, each with the fastest grids of the loops of a moment."""
         before = math.inf
         for most in sorted({num_bytes for loop in loops for num_bytes, _ in loop}, reverse=True):
             fitting = [[seconds for num_bytes, seconds in loop if num_bytes <= most] for loop in loops]
             if most <= (1 - MIN_BYTES_SAVED) * before and all(fitting):
                 before = most
-                yield Option(sum(map(min, fitting)), self.levels.moments.usage((slice(moment, moment + 1), most)), most)
+                usage = self.levels.moments.usage((slice(moment, moment + 1), most))
+                yield Option(sum(map(min, fitting)), usage, round(most))
 
-    def _lives_of(self, loops: TiledLoops) -> dict[Tensor, _Life]:
+    def _lives_of(self, segment: Segment) -> dict[Tensor, _Life]:
         """Return the lives of the tensors that the loops of a family write if none is dropped."""
-        specs = loops.segment.loop_specs
+        specs = segment.loop_specs
         moments = self.levels.of_loops(specs)
         reads: dict[Tensor, set[int]] = {}
         for loop, moment in zip(specs, moments, strict=True):
@@ -313,6 +307,13 @@ class BarrierStretches:
             in_files |= {home.choice for home in step.options[1:] if isinstance(home.choice, Tensor)}
         return LevelPlan(*map(frozenset, (untiled, stored, dropped, in_files)))  # type: ignore[arg-type]
 
+    def segment(self, name: str, plan: LevelPlan) -> Segment:
+        """Return the loops of a plan."""
+        barriers = self._barriers
+        if plan.untiled:
+            barriers = barriers.without({node for node, level in self.levels.of.items() if level in plan.untiled})
+        return barriers.segment_storing(name, plan.stored, plan.dropped)
+
     def of_families(self) -> Iterator[tuple[float, LevelPlan]]:
         """Yield the plans that save all tensors of a family, in memory or in files, each with a bound of its time."""
         for lives, grids, homes in zip(self._lives, self._grids, self._homes, strict=True):
@@ -322,6 +323,21 @@ class BarrierStretches:
             if in_files:
                 plan = LevelPlan(frozenset(), frozenset(lives), frozenset(), frozenset(in_files))
                 yield loops + sum(in_files.values()), plan
+
+    def seconds_beyond(self, path: Path, coarsest: np.ndarray) -> list[float]:
+        """Return for each stretch of a path the time of its loops beyond that of the options, all in the fewest tiles.
+
+        Args:
+            path: A path.
+            coarsest: Time of the loops at each moment in the fewest tiles.
+        """
+        moments, result = self.levels.moments, list[float]()
+        for step in path.steps:
+            grids = [group[0].seconds for group in step.stretch.homes if isinstance(group[0].choice, int)]
+            covered = (moments.forward(*self.bounds(step.stretch)), moments.backward(*self.bounds(step.stretch)))
+            known = step.stretch.ways[0].seconds + sum(grids)
+            result.append(sum(coarsest[one].sum() for one in covered) - known if self.is_tiled(step.stretch) else 0.0)
+        return result
 
     def usage_in_small_iterations(self, path: Path) -> np.ndarray:
         """Return the bytes of a path at each moment with its loops in as many tiles as are estimated."""

@@ -40,6 +40,7 @@ class Barriers:
         self, traced: TracedStep, allowed: Container[Node] | None = None, stored: Iterable[Tensor] = ()
     ) -> None:
         self._traced = traced
+        self._allowed = allowed
         self._extra = frozenset(stored)
         self.levels = assign_levels(traced.analysis, allowed)
         self.left = [refused(traced.analysis, node, why) for node, why in self.levels.refused.items()]
@@ -76,17 +77,11 @@ class Barriers:
         """Return the segment that stores these tensors, and others as far as it has to."""
         return self.segment(name, self._selection(wanted=stored), dropped)
 
-    @functools.cached_property
-    def families(self) -> list[list[frozenset[Tensor]]]:
-        """For each selection the tensors to drop, from none to those of the smallest sets of checkpoints."""
-        return [
-            [frozenset(selection.droppable() - checkpoints) for checkpoints in selection.checkpoints()]
-            for selection in self.selections
-        ]
-
-    def smallest(self, name: str) -> Segment:
-        """Return the segment with the fewest saved bytes of those that store every expensive tensor."""
-        return self.segment(name, self.selections[0], self.families[0][-1])
+    def without(self, nodes: Container[Node]) -> Barriers:
+        """Return the levels of the other ops, if these run untiled."""
+        order, allowed = self._traced.analysis.order, self._allowed
+        others = {node for node in order if node not in nodes and (allowed is None or node in allowed)}
+        return Barriers(self._traced, others, self._extra)
 
     def stores(self, tensor: Tensor) -> bool:
         """Return whether a tensor is stored at some time."""

@@ -10,7 +10,7 @@ from rewriters.emission.tile_pass import LOOP_SCOPE, SegmentPlan
 from rewriters.tiling.barrier_planner import BarrierPlanner
 from rewriters.tiling.row_planner import RowBarrierPlanner
 from rewriters.tiling.segment import Segment
-from rewriters.tiling.tile_grids import loop_grids
+from rewriters.tiling.tile_grids import loop_grids, thinned
 from rewriters.tiling.tile_planner import Grid, Halo
 from tflms_sft._search.segment_tilings import LoopEstimate, LoopEstimates, fastest_fitting
 from tflms_sft._search.traced_step import Candidate, TracedStep, predict
@@ -26,6 +26,16 @@ EXCESS_FACTOR = 1.05
 
 SHRINKAGE = 0.6
 """Least bytes of an iteration in more tiles, over those before."""
+
+
+GRID_GROWTH = 4.0
+"""Tiles of a grid of which a loop is estimated, over those of the one before."""
+
+MAX_SECONDS_GROWTH = 8.0
+"""Time of a loop, over its time in the fewest tiles, from which on no more tiles are estimated."""
+
+SMALL_ITERATION = 1 / 128
+"""Bytes of an iteration, over the peak of the original step, from which on no more tiles are estimated."""
 
 
 class TiledLoops:
@@ -65,6 +75,24 @@ class TiledLoops:
         loop = self.segment.loop_specs[number]
         return self._estimates.of(self._key(number, grid), lambda: self._planner.tile_loop(loop, grid))
 
+    def costs(self) -> list[list[tuple[float, float]]]:
+        """Return bytes of an iteration and time for more and more tiles of each loop; every second is interpolated."""
+        return [self._costs(number) for number in range(len(self.segment.loop_specs))]
+
+    def _costs(self, number: int) -> list[tuple[float, float]]:
+        small, pairs = SMALL_ITERATION * self._estimates.traced.plain.peak.peak_bytes, list[tuple[float, float]]()
+        for grid in thinned(self.grids[number], GRID_GROWTH):
+            estimate = self.estimate(number, grid)
+            num_bytes, seconds = estimate.num_bytes, estimate.seconds
+            if pairs:  # Bytes fall as a power of the number of tiles, and time rises linearly.
+                before, faster = pairs[-1]
+                part = 1 / (1 + GRID_GROWTH**0.5)
+                pairs.append(((before * num_bytes) ** 0.5, faster + part * (seconds - faster)))
+            pairs.append((num_bytes, seconds))
+            if num_bytes <= small or seconds > MAX_SECONDS_GROWTH * pairs[0][1]:
+                break
+        return pairs
+
     def _key(self, number: int, grid: Grid) -> Hashable:
         return (self._programs[number], self.halo is Halo.CARRY, grid)  # Hashes of enums are slow.
 
@@ -73,17 +101,22 @@ class TiledLoops:
 
         Where more tiles are faster, these are taken; where no grid fits, the finest one.
         """
-        return [
-            fastest_fitting(grids, limit(number), functools.partial(self.estimate, number)) or grids[-1]
-            for number, grids in enumerate(self.grids)
-        ]
+        return [self._fitting(number, limit(number)) or grids[-1] for number, grids in enumerate(self.grids)]
+
+    def _fitting(self, number: int, limit: float) -> Grid | None:
+        return fastest_fitting(self.grids[number], limit, functools.partial(self.estimate, number))
 
     def small_iterations(self, limit: float) -> list[Grid]:
-        """Return the fewest tiles of which an iteration takes at most `limit` bytes more than in the finest grid.
+        """Return the fewest tiles of which an iteration takes at most `limit` bytes, or as many more than the least.
 
         Some bytes are taken in any number of tiles, such as those of filters in the layout of a kernel.
         """
-        return self.fitting_grids(lambda number: limit + self.estimate(number, self.grids[number][-1]).num_bytes)
+        return [
+            self._fitting(number, limit)
+            or self._fitting(number, limit + self.estimate(number, grids[-1]).num_bytes)
+            or grids[-1]
+            for number, grids in enumerate(self.grids)
+        ]
 
     def planned(self, grids: Sequence[Grid]) -> SegmentPlan:
         """Plan the loops in these grids."""
@@ -94,7 +127,7 @@ class TiledLoops:
 
 
 def plan_for_capacity(traced: TracedStep, segment: Segment, capacity: int | None, halo: Halo) -> SegmentPlan:
-    """Plan loops in the fewest tiles of which an iteration takes `capacity` bytes, beyond those of the finest grid.
+    """Plan loops in the fewest tiles of which an iteration takes `capacity` bytes, or as many more than the least.
 
     Without a capacity an iteration may take as much as the largest tensor that a loop writes.
     """
@@ -159,6 +192,11 @@ class LoopsWithin:
             if name in numbers:
                 peaks[numbers[name]] = max(num_bytes, peaks.get(numbers[name], 0))
         return peaks
+
+    def coarsest_seconds(self) -> list[float]:
+        """Return the time of each loop in the fewest tiles."""
+        loops = self._loops[Halo.RECOMPUTE]
+        return [loops.estimate(number, grids[0]).seconds for number, grids in enumerate(loops.grids)]
 
     def holds(self, candidate: Candidate) -> bool:
         """Return whether a candidate has the loops of this segment."""

@@ -124,8 +124,8 @@ class SFTParams:
         memory_capacity (int | str | None): Size in bytes, an int or a string such as `"1GiB"`. Automatic segments tile
             all tensors that are larger, and end at smaller ones (Xu et al., Listing 3). It also bounds an iteration,
             but not the step. `None`: segments of a training step end where the halos of longer ones would cost more
-            time than they save memory. Those of other steps, and those in stages of a pipeline, are as long as
-            possible.
+            time than they save memory, and levels between barriers stay untiled where tiles do. Those of other steps,
+            and those in stages of a pipeline, are as long as possible.
         halo: Source of the halo rows that a tile shares with the tile above.
 
             - `"recompute"`: each tile computes them itself (for strips: LR-CNN's overlapping rows, OverL).

@@ -22,8 +22,12 @@ from rewriters.estimates.op_cost import sum_in_order
 from rewriters.tiling.ft_segments import TileableComponent, find_components, recomputes, try_segment
 from rewriters.tiling.segment import Segment
 from rewriters.tiling.tile_planner import Grid
+from tflms_sft._barriers.barrier_stretches import BarrierStretches
+from tflms_sft._barriers.barriers import Barriers
 from tflms_sft._search.block_choices import BlockChoice
-from tflms_sft._search.priced_paths import Path, PricedPaths
+from tflms_sft._search.moments import StepMoments
+from tflms_sft._search.priced_paths import PricedPaths
+from tflms_sft._search.stretch_graph import Path, Stretch
 from tflms_sft._search.traced_step import Candidate, TracedStep, predict, predicted_peak
 from tflms_sft._search.training_blocks import SegmentTiling, TrainingBlocks
 from tflms_sft._search.training_stretches import TrainingStretches
@@ -42,6 +46,9 @@ LIMIT_RATIO = 0.88
 
 MAX_PREDICTED = 3
 """Plans, of those for all limits, whose whole step is predicted."""
+
+LEAST_FACTOR = 1.01
+"""Limit of the bytes of the segment that saves the fewest, over the smallest one that some path meets."""
 
 PlanSegment = Callable[[Segment], SegmentPlan]
 """Plans a segment in the requested tiles; raises `NotTileableError` if they are impossible."""
@@ -79,21 +86,58 @@ class RequestedSearch:
         if not self._chains:
             return
         stretches = TrainingStretches(self._traced, self._chains)
-        scores = self._scores(stretches)
+        traced, scores = self._traced, dict[Path, float]()
+        for path in _paths(traced, stretches.stretches, stretches.moments):
+            seconds = max(stretches.outside_seconds + path.seconds, traced.seconds)
+            num_bytes = traced.held_bytes + float(path.usage.max())
+            scores[path] = num_bytes * (seconds / traced.seconds) ** TIME_EXPONENT
         for path in heapq.nsmallest(MAX_PREDICTED, scores, key=scores.__getitem__):
             plans = [plan for plan in stretches.planned(path)[0] if plan is not None]
-            yield predict(self._traced, plans, limit=0)
+            yield predict(traced, plans, limit=0)
 
-    def _scores(self, stretches: TrainingStretches) -> dict[Path, float]:
-        """Return the estimated score of the fastest path for each limit that one meets."""
-        priced, scores, held = PricedPaths(stretches.stretches), dict[Path, float](), self._traced.held_bytes
-        limits = np.full(stretches.moments.count, float(self._traced.plain.peak.peak_bytes))
-        while (path := priced.fastest_within(limits).path) is not None:
-            num_bytes = float(path.usage.max())
-            seconds = max(stretches.outside_seconds + path.seconds, self._traced.seconds)
-            scores[path] = (held + num_bytes) * (seconds / self._traced.seconds) ** TIME_EXPONENT
-            limits[:] = LIMIT_RATIO * min(limits[0], num_bytes)
-        return scores
+
+class RequestedLevels:
+    """Levels of a training step with barriers in requested tiles: each stays untiled, or runs in these tiles."""
+
+    def __init__(self, traced: TracedStep, barriers: Barriers, plan: PlanSegment) -> None:
+        self._traced = traced
+        self._plan = plan
+        self._stretches = BarrierStretches(traced, barriers, self._costs)
+
+    def _costs(self, segment: Segment) -> list[list[tuple[float, float]]]:
+        """Return bytes of an iteration and time of each loop of a segment in the requested tiles."""
+        memory, costs, batch = self._traced.loop_memory, self._traced.costs, self._traced.batch
+        return [[(memory.peak_bytes(loop, batch), costs.tile_loop(loop))] for loop in self._plan(segment).loops]
+
+    def candidates(self) -> Iterator[Candidate]:
+        """Yield plans from the most bytes to the fewest, predicted for fresh memory.
+
+        The time of the loops of a path is known when they are planned, so that all are predicted.
+        """
+        stretches = self._stretches
+        for path in _paths(self._traced, stretches.stretches, stretches.levels.moments):
+            chosen = stretches.plan(path)
+            if len(chosen.untiled) < stretches.levels.count:
+                yield predict(self._traced, [self._plan(stretches.segment("segment1", chosen))], limit=0)
+
+    def smallest(self, name: str) -> Segment:
+        """Return the segment whose levels all run in tiles and that saves the fewest bytes."""
+        tiled = [stretch for stretch in self._stretches.stretches if self._stretches.is_tiled(stretch)]
+        priced = PricedPaths(tiled)
+        limit = priced.least_limit(2 * self._traced.plain.peak.peak_bytes)
+        path = priced.fastest_within(np.full(self._stretches.levels.moments_count, LEAST_FACTOR * limit)).path
+        assert path is not None
+        return self._stretches.segment(name, self._stretches.plan(path))
+
+
+def _paths(traced: TracedStep, stretches: Sequence[Stretch], moments: StepMoments) -> Iterator[Path]:
+    """Yield the fastest path for each limit that one meets, from the original step's peak down."""
+    priced, limits = PricedPaths(stretches), np.full(moments.count, float(traced.plain.peak.peak_bytes))
+    solution = priced.fastest_within(limits)
+    while solution.path is not None:
+        yield solution.path
+        limits[:] = LIMIT_RATIO * min(limits[0], float(solution.path.usage.max()))
+        solution = priced.fastest_within(limits, solution.prices)
 
 
 class _RequestedTiling:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,12 +25,15 @@ from tflms_sft._barriers.barriers import Barriers
 from tflms_sft._barriers.tiled_loops import plan_for_capacity
 from tflms_sft._params.tile_counts import NumTiles, axis_names, parse_num_tiles
 from tflms_sft._params.tile_params import SegmentSpec, SFTParams
-from tflms_sft._planner.automatic_segments import MAX_PEAK_FRACTION, PlanSegment, RequestedSearch, best_candidate
+from tflms_sft._planner.automatic_segments import (
+    MAX_PEAK_FRACTION,
+    PlanSegment,
+    RequestedLevels,
+    RequestedSearch,
+    best_candidate,
+)
 from tflms_sft._search.traced_step import Candidate, TracedStep, predict
 from tflms_sft._trace.layer_names import resolve
-
-MAX_CHECKPOINT_SETS = 4
-"""Sets of checkpoints of a family of which a step with barriers is predicted."""
 
 MAX_ITERATION_GROWTH = 1.1
 """Bytes of an iteration, over those in the finest grid, where no grid meets the capacity."""
@@ -94,12 +98,13 @@ def plan_sft(
     if staging is None:
         return _automatic(traced, params, request)
     segments, left, names = [], [], dict[str, int]()
+    plan = _planner_of(traced, request, params.memory_capacity)
     for stage in range(staging.stages.count):
         members = staging.members(traced.analysis, stage)
-        of_stage, skipped = _longest_segments(traced, params, names, members)
+        of_stage, skipped = _longest_segments(traced, params, plan, names=names, allowed=members)
         segments += of_stage
         left += skipped
-    return _candidate(traced, segments, _planner_of(traced, request, params.memory_capacity)).plans, left
+    return _candidate(traced, segments, plan).plans, left
 
 
 def _planner_of(traced: TracedStep, request: RequestedTiles, capacity: int | None) -> PlanSegment:
@@ -113,14 +118,14 @@ def _automatic(
     """Return the planned segments of a step, and the ops without."""
     plan, max_fraction = _planner_of(traced, request, params.memory_capacity), MAX_PEAK_FRACTION
     barriers = Barriers(traced)
-    if barriers.present:
+    if params.memory_capacity is not None or not traced.analysis.backward:
+        segments, left = _longest_segments(traced, params, plan, names={})
+        candidates, max_fraction = iter([_candidate(traced, segments, plan)]), 1.0
+    elif barriers.present:
         left, candidates = barriers.left, _with_barriers(traced, barriers, plan)
-    elif params.memory_capacity is None and traced.analysis.backward:
+    else:
         search = RequestedSearch(traced, plan)
         left, candidates = search.left, search.candidates()
-    else:
-        segments, left = _longest_segments(traced, params, {}, None)
-        candidates, max_fraction = iter([_candidate(traced, segments, plan)]), 1.0
     best = best_candidate(traced, candidates, max_fraction)
     if best is None:
         return [], [*left, *_unprofitable(traced, barriers, request)]
@@ -129,22 +134,27 @@ def _automatic(
     return best.plans, left
 
 
+def _with_barriers(traced: TracedStep, barriers: Barriers, plan: PlanSegment) -> Iterator[Candidate]:
+    """Yield plans with levels in requested tiles; none if these are impossible."""
+    with contextlib.suppress(NotTileableError):
+        yield from RequestedLevels(traced, barriers, plan).candidates()
+
+
 def _longest_segments(
-    traced: TracedStep, params: SFTParams, names: dict[str, int], allowed: set[Node] | None
+    traced: TracedStep,
+    params: SFTParams,
+    plan: PlanSegment,
+    *,
+    names: dict[str, int],
+    allowed: set[Node] | None = None,
 ) -> tuple[list[Segment], list[SkippedOps]]:
     """Return the longest segments of a step, or of its `allowed` ops, and the ops without; `names` counts segments."""
     barriers = Barriers(traced, allowed)
     if barriers.present:
-        return [barriers.smallest(next_name(names))], barriers.left
+        with contextlib.suppress(NotTileableError):
+            return [RequestedLevels(traced, barriers, plan).smallest(next_name(names))], barriers.left
+        return [], barriers.left
     return auto_segments(traced.analysis, params.memory_capacity, traced.batch, names, allowed)
-
-
-def _with_barriers(traced: TracedStep, barriers: Barriers, plan: PlanSegment) -> Iterator[Candidate]:
-    """Yield plans with sets of checkpoints of each family, from the fewest saved bytes to the most."""
-    for selection, family in zip(barriers.selections, barriers.families, strict=True):
-        stride = -(-len(family) // MAX_CHECKPOINT_SETS)
-        for dropped in family[::-stride]:
-            yield _candidate(traced, [barriers.segment("segment1", selection, dropped)], plan)
 
 
 def _candidate(traced: TracedStep, segments: Iterable[Segment], plan: PlanSegment) -> Candidate:
@@ -183,15 +193,16 @@ def _explicit(
     segments: list[tuple[SegmentSpec, Segment]] = []
     plans = []
     for number, spec in enumerate(params.segments, 1):
-        segment = _named_segment(traced, spec, f"segment{number}", segments, staging)
-        segments.append((spec, segment))
         of_spec = RequestedTiles(
             request.tiles if spec.num_tiles is None else parse_num_tiles(spec.num_tiles, "num_tiles"),
             request.backward if spec.backward_num_tiles is None else _backward(spec.backward_num_tiles),
             request.halo if spec.halo is None else Halo(spec.halo),
         )
+        plan = functools.partial(_planned, traced, request=of_spec, capacity=params.memory_capacity, clamp=False)
         try:
-            plans.append(_planned(traced, segment, of_spec, params.memory_capacity, clamp=False))
+            segment = _named_segment(traced, spec, f"segment{number}", segments, staging, plan)
+            segments.append((spec, segment))
+            plans.append(plan(segment))
         except NotTileableError as error:
             raise SegmentError(f"{_text_of(spec)} cannot be tiled: {error}") from None
     return plans
@@ -207,8 +218,9 @@ def _named_segment(
     name: str,
     others: Sequence[tuple[SegmentSpec, Segment]],
     staging: StageBounds | None,
+    plan: PlanSegment,
 ) -> Segment:
-    """Return the segment of a specification, given the segments of those before it.
+    """Return the segment of a specification, given the segments of those before it, and its tiles.
 
     Raises:
         SegmentError: If there is no such segment, or if it cannot be tiled.
@@ -242,7 +254,7 @@ def _named_segment(
         if not barriers.present:
             raise SegmentError(f"{_text_of(spec)} cannot be tiled: {_with_layer(traced, error)}") from None
         _refuse_untiled(traced, spec, barriers, exits, stored)
-        segment = barriers.smallest(name)
+        segment = RequestedLevels(traced, barriers, plan).smallest(name)
     extra = [t for t in segment.exits if t not in exits]
     segment.notes.extend(f"`{t.name}` is also an exit, because ops outside of the segment read it" for t in extra)
     return segment
@@ -410,8 +422,8 @@ def _planned(
         return max(iteration_peak_bytes(analysis, tile_loop, batch) for tile_loop in plan.loops)
 
     grids = auto_grids(analysis, segment, batch, request.halo is Halo.CARRY)
-    fitting = coarsest_fitting(grids, lambda grid: iteration_bytes(grid) <= limit)
+    fitting = coarsest_fitting(grids, iteration_bytes, limit)
     if fitting is None:  # Some bytes are taken in any number of tiles, such as scratch of kernels.
         lowest = MAX_ITERATION_GROWTH * iteration_bytes(grids[-1])
-        fitting = coarsest_fitting(grids, lambda grid: iteration_bytes(grid) <= lowest)
+        fitting = coarsest_fitting(grids, iteration_bytes, lowest)
     return plan_segment(analysis, segment, fitting or grids[-1], back, request.halo)

@@ -16,7 +16,8 @@ import numpy as np
 from rewriters.emission.tile_pass import SegmentPlan
 from rewriters.scheduling.memory_order import MemoryOrder
 from rewriters.tiling.ft_segments import find_components
-from tflms_sft._search.priced_paths import Path, PricedPaths, Solution
+from tflms_sft._search.priced_paths import PricedPaths, Solution
+from tflms_sft._search.stretch_graph import Path
 from tflms_sft._search.traced_step import Candidate, TracedStep, predict, tile_loop_names
 from tflms_sft._search.training_blocks import TrainingBlocks
 from tflms_sft._search.training_stretches import TrainingStretches
@@ -147,7 +148,7 @@ class PricedSearch:
         available = limit - self._traced.held_bytes
         if available <= 0:
             return
-        self._priced.forget_corrections()
+        self._priced.graph.forget_corrections()
         for _ in range(MAX_PATHS):
             solution = self._proposed(available)
             if solution.path is None or _key(solution.path) in self._paths:
@@ -173,7 +174,7 @@ class PricedSearch:
         Returns:
             Whether there is such a path, and it is faster than the best plan within the limit.
         """
-        self._priced.forget_corrections()
+        self._priced.graph.forget_corrections()
         solution = self._proposed(available)
         if solution.path is None:
             return False
@@ -200,7 +201,7 @@ class PricedSearch:
         peaks = stretches.moments.peaks(candidate.peak.timeline, of_loop)
         sums = np.sum([step.usage for step in path.steps], axis=0)
         lacking = np.nan_to_num(peaks - self._traced.held_bytes - sums)
-        self._priced.correct(path, lacking, stretches.moments, lambda stretch: (stretch.begin, stretch.end))
+        self._priced.graph.correct(path, lacking, stretches.moments, lambda stretch: (stretch.begin, stretch.end))
 
     def _planned(self, path: Path) -> tuple[Candidate, dict[str, slice]]:
         """Return the plan of a path with its prediction, and the moments of its loops."""

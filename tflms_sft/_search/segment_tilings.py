@@ -133,7 +133,7 @@ def fastest_fitting(grids: Sequence[Grid], limit: float, estimate: Callable[[Gri
 
     It is `None` if none fits.
     """
-    grid = coarsest_fitting(grids, lambda grid: estimate(grid).num_bytes <= limit)
+    grid = coarsest_fitting(grids, lambda grid: estimate(grid).num_bytes, limit)
     if grid is None:
         return None
     return fastest(grids, grid, lambda grid: (estimate(grid).seconds, estimate(grid).least_seconds))

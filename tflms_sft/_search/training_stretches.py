@@ -24,8 +24,8 @@ from rewriters.ir.graph import Node, Tensor
 from rewriters.tiling.segment import Segment
 from tflms_sft._search.block_choices import BlockChoice
 from tflms_sft._search.moments import StepMoments
-from tflms_sft._search.priced_paths import Option, Path, Stretch
 from tflms_sft._search.segment_plans import segment_plans
+from tflms_sft._search.stretch_graph import Option, Path, Stretch
 from tflms_sft._search.traced_step import TracedStep, original_allocations
 from tflms_sft._search.training_blocks import SegmentTiling, TrainingBlocks
 
