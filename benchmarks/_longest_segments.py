@@ -15,8 +15,8 @@ def longest_segments() -> Iterator[None]:
     """Tile all ops that can run in tiles, even if they save no memory, while the context is open."""
 
     def automatic(traced: Any, params: Any, request: Any) -> Any:
-        segments, left = requested_tiles._longest_segments(traced, params, {}, None)
         plan = requested_tiles._planner_of(traced, request, params.memory_capacity)
+        segments, left = requested_tiles._longest_segments(traced, params, plan, names={})
         return requested_tiles._candidate(traced, segments, plan).plans, left
 
     with mock.patch.object(requested_tiles, "_automatic", automatic):

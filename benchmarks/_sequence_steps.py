@@ -34,7 +34,7 @@ def _bytes_of(budget: float, step: Any) -> int:
 def _rewritten(step: Any, budget: float, headroom: float, two_loops: bool) -> Any:
     """Rewrite a step with tiles alone."""
     import tflms_sft
-    from tflms_sft._planner import segment_tilings
+    from tflms_sft._search import segment_tilings
 
     if two_loops:
         segment_tilings.in_one_loop = lambda *_: None  # type: ignore[assignment]

@@ -1,6 +1,7 @@
 """TensorFlow's graph optimizers on steps for a GPU: those that stay on leave loops, swaps and buffers as they are."""
 
 import collections
+import dataclasses
 import functools
 
 import keras
@@ -54,7 +55,7 @@ SEGMENTS = [
 ]
 STEPS = {
     "tiles": (functools.partial(image_net, False), TILES),
-    "tiles with statistics": (functools.partial(image_net, True), TILES),
+    "tiles with statistics": (functools.partial(image_net, True), dataclasses.replace(TILES, memory_capacity=1)),
     "strips that carry rows": (
         functools.partial(image_net, False),
         tflms_sft.SFTParams(num_tiles=(4, 1), halo="carry"),

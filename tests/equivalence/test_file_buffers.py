@@ -137,7 +137,7 @@ def test_loop_of_one_tile_writes_its_results_to_files(in_files, tmp_path, monkey
         return arrays[-1]
 
     monkeypatch.setattr(FilePool, "array", recorded)
-    errors = errors_of(keras_step(residual, (20, 16)), tflms_sft.SFTParams((1, 1)))
+    errors = errors_of(keras_step(residual, (20, 16)), tflms_sft.SFTParams((1, 1), memory_capacity=1))
     assert {name: value for name, value in errors.items() if not value <= TOLERANCE} == {}
     assert len(arrays) >= 8
     assert all(array.any() for array in arrays)
@@ -235,7 +235,7 @@ def test_file_pool_deletes_free_files_where_the_disk_is_full(tmp_path, monkeypat
 def test_half_precision_equals_tiles_in_memory(in_files, tmp_path, monkeypatch):
     """Activations lie in files; gradients of images, which are summed in single precision, do not."""
     keras.config.set_dtype_policy("mixed_bfloat16")
-    step, params = keras_step(residual, (20, 16), floatx="float32"), tflms_sft.SFTParams((3, 2))
+    step, params = keras_step(residual, (20, 16), floatx="float32"), tflms_sft.SFTParams((3, 2), memory_capacity=1)
     got = step.run(tflms_sft.rewrite(step.function, params, *step.specs))
     assert in_files
     assert_no_files(tmp_path)

@@ -18,7 +18,8 @@ PARAMS = AutoParams(1000, headroom=0)
 def traced(plain_bytes):
     """A step of one second."""
     plain = Candidate([], SimpleNamespace(peak_bytes=plain_bytes), 1.0)
-    facts = {"device": DeviceModel(name="CPU:0"), "devices": (), "found": None}
+    rates = SimpleNamespace(swapped=lambda *_, **__: 1.0)
+    facts = {"rates": rates, "device": DeviceModel(name="CPU:0"), "devices": (), "found": None}
     facts["once"] = lambda name, compute: compute()
     return SimpleNamespace(seconds=1.0, excess_bytes=0, plain=plain, fixed_bytes=0, **facts)
 

@@ -63,7 +63,7 @@ def test_sizes_have_the_units_of_the_library_or_none():
         (accuracy.parse_arguments, ["--cases", "vgg16"], "--cases: invalid choice: 'vgg16'"),
         (accuracy.parse_arguments, ["--within", "2"], "--within: must be from 0 to below 1. Received: 2"),
         (vgg16.parse_arguments, [], "required: --image-size"),
-        (pareto.parse_arguments, ["--image-size", "64", "--measured", "no.json"], "--measured: no such file: no.json"),
+        (pareto.parse_arguments, ["--networks", "vgg"], "--networks: invalid choice: 'vgg'"),
         (vgg16.parse_arguments, ["--image-size", "64", "--num-tiles", "4"], "expected HxW, as in 4x4,2x2. Received: 4"),
         (
             vgg16.parse_arguments,
@@ -122,27 +122,18 @@ def test_result_files_are_named_by_network_size_and_plan(arguments, name):
     assert _compare_report.file_name(spec, options.rewritten) == name
 
 
-def test_report_shows_measured_beside_predicted_memory(tmp_path):
-    ratios = {"peak_bytes": 4.0, "step_seconds_median": 0.8, "cpu_seconds_median": 0.5, "net_rss_bytes": 6.0}
-    spec = _compare.Spec("vgg16", 512, 1, 1, 3, "cpu")
-    report = {
-        "spec": dataclasses.asdict(spec),
-        "results": {"plain": {}, "budget 1GiB": {"peak_bytes": 2**30}, "budget 1kB": {"failed": "too small"}},
-        "ratios": {"budget 1GiB": ratios},
-    }
-    path = tmp_path / "net.json"
-    path.write_text(json.dumps(report))
-    (point,) = measured = pareto.measured_points([path], spec)
-    with pytest.raises(ValueError, match="other figures than.*Received.*'image_size': 512"):
-        pareto.measured_points([path], dataclasses.replace(spec, image_size=768))
-    assert point["title"] == "net: budget 1GiB" and (point["time_ratio"], point["cpu_ratio"]) == (1.25, 2.0)
-    copies = [path.rename(path.with_name("net_1.json")), path.with_name("net_2.json")]
-    copies[1].write_text(copies[0].read_text())
-    assert [each["title"] for each in pareto.measured_points(copies, spec)] == ["1: budget 1GiB", "2: budget 1GiB"]
-    predicted = {"budget_bytes": 2**31, "peak_bytes": 2**30, "time_ratio": 1.2, "halos": ["carry"]}
-    text = pareto.table(2**32, [predicted], measured)
-    assert "| predicted (carry)" in text and "| 4.00" in text and "1.20x" in text
-    assert "| 1.25x | 2.00x" in text and "1/6.00" in text
+def test_pareto_table_has_times_by_budget_and_finds_those_that_rise():
+    ratios = [1.0] * len(pareto.FRACTIONS) + [7.0]
+    points = [
+        {"budget_bytes": 100 - number, "time_ratio": ratio, "fraction": 0.07, "planning_seconds": float(number)}
+        for number, ratio in enumerate(ratios)
+    ]
+    row = {"network": "unet", "swap": False, "points": points}
+    text = pareto.table([row])
+    assert "| unet | tiles | 1.00" in text and "| 0.07: 7.0 | 6 (11)" in text and not pareto.rises(row)
+    assert "| -    | -" in pareto.table([{**row, "points": points[2:]}]).replace("     |", "    |")
+    points[3]["time_ratio"] = 1.5
+    assert pareto.rises(row) == ["unet: 1.000 within 96 bytes, 1.500 within 97"]
 
 
 def test_dice_loss_and_cross_entropy_are_per_volume():

@@ -41,6 +41,9 @@ SMALL_GAP = 0.02
 MAX_EXCESS = 1.005
 """Peak in small iterations, over the limit, from which on no tiles of a path are tried."""
 
+MAX_SUM = 1.1
+"""Sum of the bytes of a family's plan, over the limit, up to which it is modelled, because sums may be too large."""
+
 SMALLEST_FACTORS = (1.01, 1.15, 1.35)
 """Limits of the sums, over the least that a path meets, for the plan that needs least."""
 
@@ -91,7 +94,7 @@ class BarrierSearch:
         self._priced.graph.forget_corrections()
         paths = (self._priced.fastest_within(np.full(count, factor * least)).path for factor in SMALLEST_FACTORS)
         plans = [self._stretches.plan(path) for path in paths if path is not None]
-        plans += (plan for _, plan in self._stretches.of_families())
+        plans += (family.plan for family in self._stretches.of_families)
         smallest = min((self._traced.plain, *map(self._in_small_iterations, plans)), key=_peak_bytes)
         self._candidates.append(smallest)
         return smallest
@@ -159,9 +162,9 @@ class BarrierSearch:
 
         Near the smallest budget they often fit where no other path does, because sums lack fragmentation.
         """
-        for seconds, plan in self._stretches.of_families():
-            if seconds < best and self._loops(plan).smallest.peak.peak_bytes <= limit:
-                best = min(best, self._model(plan, limit))
+        for family in self._stretches.of_families:
+            if family.seconds < best and self._traced.held_bytes + family.num_bytes <= MAX_SUM * limit:
+                best = min(best, self._model(family.plan, limit))
 
     def _model(self, plan: LevelPlan, limit: int) -> float:
         """Model the loops of a path within a limit, and return the time of the step; infinity if it does not fit."""

@@ -67,6 +67,21 @@ class LevelPlan:
 
 
 @dataclasses.dataclass(frozen=True)
+class FamilyPlan:
+    """A plan that saves all tensors of a family.
+
+    Attributes:
+        plan: The plan.
+        seconds: Lower bound of the time of the step.
+        num_bytes: Sum of its bytes in small iterations at the worst moment, without variables and arguments.
+    """
+
+    plan: LevelPlan
+    seconds: float
+    num_bytes: float
+
+
+@dataclasses.dataclass(frozen=True)
 class _Life:
     """Moments at which a stored tensor is used.
 
@@ -314,15 +329,22 @@ class BarrierStretches:
             barriers = barriers.without({node for node, level in self.levels.of.items() if level in plan.untiled})
         return barriers.segment_storing(name, plan.stored, plan.dropped)
 
-    def of_families(self) -> Iterator[tuple[float, LevelPlan]]:
-        """Yield the plans that save all tensors of a family, in memory or in files, each with a bound of its time."""
+    @functools.cached_property
+    def of_families(self) -> list[FamilyPlan]:
+        """The plans that save all tensors of a family, in memory or in files."""
+        plans = []
         for lives, grids, homes in zip(self._lives, self._grids, self._homes, strict=True):
-            loops = self.outside_seconds + sum(options[0].seconds for options in grids.values())
-            yield loops, LevelPlan(frozenset(), frozenset(lives), frozenset(), frozenset())
-            in_files = {tensor: places[-1].seconds for tensor, places in homes.items() if len(places) > 1}
-            if in_files:
-                plan = LevelPlan(frozenset(), frozenset(lives), frozenset(), frozenset(in_files))
-                yield loops + sum(in_files.values()), plan
+            seconds = self.outside_seconds + sum(options[0].seconds for options in grids.values())
+            iterations = sum((options[-1].usage for options in grids.values()), self.levels.moments.usage())
+            for number in (0, -1):
+                places = {tensor: options[number] for tensor, options in homes.items()}
+                in_files = frozenset(tensor for tensor, home in places.items() if isinstance(home.choice, Tensor))
+                if number == 0 or in_files:
+                    plan = LevelPlan(frozenset(), frozenset(lives), frozenset(), in_files)
+                    usage = iterations + np.sum([home.usage for home in places.values()], axis=0)
+                    in_time = seconds + sum(home.seconds for home in places.values())
+                    plans.append(FamilyPlan(plan, in_time, float(usage.max())))
+        return plans
 
     def seconds_beyond(self, path: Path, coarsest: np.ndarray) -> list[float]:
         """Return for each stretch of a path the time of its loops beyond that of the options, all in the fewest tiles.
