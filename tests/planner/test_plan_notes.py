@@ -27,7 +27,7 @@ def traced(plain_bytes):
 def search(ratio):
     """A search whose fastest tiles take `ratio` times the time of the step; that finds none for `None`."""
     tiles = None if ratio is None else Candidate([None], SimpleNamespace(peak_bytes=900), ratio)
-    fake = SimpleNamespace(fastest_within=lambda limit: tiles, left=[])
+    fake = SimpleNamespace(fastest_within=lambda limit: tiles, proposed=lambda limit: tiles, left=[])
     fake.in_memory = fake
     return fake
 

@@ -47,6 +47,9 @@ MAX_SUM = 1.1
 SMALLEST_FACTORS = (1.01, 1.15, 1.35)
 """Limits of the sums, over the least that a path meets, for the plan that needs least."""
 
+MAX_PROPOSED = 2
+"""Paths that are modelled for a plan that need not be the fastest."""
+
 MAX_PLANS = 24
 """Maximum number of cached plans. Their loops are large."""
 
@@ -75,8 +78,12 @@ class BarrierSearch:
         return BarrierSearch(dataclasses.replace(self._traced, files=None), self._barriers, self._estimates)
 
     def proposed(self, target: int) -> Candidate | None:
-        """Return the plan for a target, whether its step meets it or not."""
-        return self.fastest_within(target) or self.smallest
+        """Return a plan for a target from a short search, whether its step meets it or not."""
+        if self._traced.plain.peak.peak_bytes <= target:
+            return self._traced.plain
+        if target not in self._searched and target > self._traced.held_bytes:
+            self._model_paths(target, 1.0, MAX_PROPOSED, {})
+        return self._best(target) or self.smallest
 
     def fastest_within(self, limit: int) -> Candidate | None:
         """Return the fastest plan found whose step stays within `limit` bytes; plans of other limits count."""
@@ -85,6 +92,10 @@ class BarrierSearch:
         if limit not in self._searched:
             self._searched.add(limit)
             self._search(limit)
+        return self._best(limit)
+
+    def _best(self, limit: int) -> Candidate | None:
+        """Return the fastest plan so far whose step stays within a limit."""
         return min((one for one in self._candidates if one.peak.peak_bytes <= limit), key=_rank, default=None)
 
     @functools.cached_property
@@ -123,7 +134,7 @@ class BarrierSearch:
             if min(modelled.values(), default=np.inf) <= (1 + SMALL_GAP) * bound:
                 break
         self._model_families(limit, min(modelled.values(), default=np.inf))
-        fastest = min((one for one in self._candidates if one.peak.peak_bytes <= limit), key=_rank, default=None)
+        fastest = self._best(limit)
         if fastest is not None and fastest.plans:
             self._try_carried_halos(fastest, limit)
 

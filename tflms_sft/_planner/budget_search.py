@@ -167,8 +167,9 @@ def larger_budgets(traced: TracedStep, search: TileSearch, params: AutoParams, o
         if seconds <= SLOW_TIME_RATIO * traced.seconds or (memory is not None and budget > memory):
             break
         limit = limit_of(traced, dataclasses.replace(params, memory_budget=budget))
-        tiles = traced.plain if traced.plain.peak.peak_bytes <= limit else search.fastest_within(limit)
-        if tiles is not None and tiles.time_ratio * traced.seconds <= MAX_NOTED_TIME_RATIO * seconds:
+        tiles = traced.plain if traced.plain.peak.peak_bytes <= limit else search.proposed(limit)
+        fits = tiles is not None and tiles.peak.peak_bytes <= limit
+        if tiles is not None and fits and tiles.time_ratio * traced.seconds <= MAX_NOTED_TIME_RATIO * seconds:
             seconds = max(tiles.time_ratio, 1.0) * traced.seconds
             texts.append(f"{words} {_relative_time(seconds / traced.seconds, is_first=not texts)}")
     if texts:

@@ -52,11 +52,13 @@ class ModelledPath:
         path: The path.
         time_ratio: Predicted time over that of the original step.
         peak_bytes: Predicted peak.
+        lacking: Bytes that the sums of the path lack at each moment.
     """
 
     path: Path
     time_ratio: float
     peak_bytes: int
+    lacking: np.ndarray
 
 
 class PricedSearch:
@@ -149,10 +151,12 @@ class PricedSearch:
         if available <= 0:
             return
         self._priced.graph.forget_corrections()
+        modelled = set[tuple[int, ...]]()
         for _ in range(MAX_PATHS):
             solution = self._proposed(available)
-            if solution.path is None or _key(solution.path) in self._paths:
+            if solution.path is None or _key(solution.path) in modelled:
                 break
+            modelled.add(_key(solution.path))
             self._model(solution.path)
         if self._move_within(limit, available):
             for fraction in SMALLER_SUMS:
@@ -181,9 +185,10 @@ class PricedSearch:
         best, seconds = self._best(limit), self._stretches.outside_seconds + solution.path.seconds
         if best is not None and seconds >= best.time_ratio * self._traced.seconds:
             return False
-        path, margin = solution.path, 0.0
+        path, margin, modelled = solution.path, 0.0, set[tuple[int, ...]]()
         for _ in range(MAX_MOVES):
-            if _key(path) not in self._paths:
+            if _key(path) not in modelled:
+                modelled.add(_key(path))
                 self._model(path)
             elif self._paths[_key(path)].peak_bytes > limit:
                 margin += MARGIN * limit
@@ -194,13 +199,15 @@ class PricedSearch:
         return True
 
     def _model(self, path: Path) -> None:
-        """Model the step of a path, and correct its stretches by the bytes that their sums lack."""
+        """Model the step of a path once, and correct its stretches by the bytes that their sums lack."""
         stretches = self._stretches
-        candidate, of_loop = self._planned(path)
-        self._paths[_key(path)] = ModelledPath(path, candidate.time_ratio, candidate.peak.peak_bytes)
-        peaks = stretches.moments.peaks(candidate.peak.timeline, of_loop)
-        sums = np.sum([step.usage for step in path.steps], axis=0)
-        lacking = np.nan_to_num(peaks - self._traced.held_bytes - sums)
+        if _key(path) not in self._paths:
+            candidate, of_loop = self._planned(path)
+            peaks = stretches.moments.peaks(candidate.peak.timeline, of_loop)
+            sums = np.sum([step.usage for step in path.steps], axis=0)
+            lacking = np.nan_to_num(peaks - self._traced.held_bytes - sums)
+            self._paths[_key(path)] = ModelledPath(path, candidate.time_ratio, candidate.peak.peak_bytes, lacking)
+        lacking = self._paths[_key(path)].lacking
         self._priced.graph.correct(path, lacking, stretches.moments, lambda stretch: (stretch.begin, stretch.end))
 
     def _planned(self, path: Path) -> tuple[Candidate, dict[str, slice]]:
