@@ -275,11 +275,12 @@ def test_single_precision_draws_the_same_numbers(policy):
 
 @pytest.mark.parametrize("policy", ["mixed_bfloat16"], indirect=True)
 def test_half_precision_is_as_near_to_single_precision_as_the_original(policy):
-    want, got = results("causal"), results("causal", tflms_sft.SFTParams(num_tiles=(1, 4)))
+    all_in_tiles = tflms_sft.SFTParams(num_tiles=(1, 4), memory_capacity=1)
+    want, got = results("causal"), results("causal", all_in_tiles)
     keras.config.set_dtype_policy("float32")
     exact = results("causal")
     errors = [max(map(error, found, exact)) for found in (want, got)]
-    assert 1e-4 < errors[1] < 1.5 * errors[0], errors
+    assert 1e-4 < errors[1] < 2 * errors[0], errors
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
