@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Container, Set
+from collections.abc import Collection, Container, Set
 
 from rewriters.analysis.autodiff_roles import (
     backward_nodes,
@@ -191,7 +191,7 @@ class GraphAnalysis:
         """The backward phase and its ancestors."""
         return ancestors(self.backward)
 
-    def sorted(self, nodes: set[Node]) -> list[Node]:
+    def sorted(self, nodes: Collection[Node]) -> list[Node]:
         """Return nodes in topological order, so that results do not depend on hashing."""
         return sorted(nodes, key=self.position.__getitem__)
 

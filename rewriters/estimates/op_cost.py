@@ -26,7 +26,7 @@ import itertools
 import math
 import operator
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from rewriters.analysis.autodiff_roles import reads_shape_only
 from rewriters.analysis.graph_analysis import GraphAnalysis
@@ -203,14 +203,14 @@ class CostModel:
             self._ops[node] = self._call_seconds(node, work) if work else 0.0
         return self._ops[node]
 
-    def step(self, nodes: Iterable[Node]) -> float:
-        """Return the seconds of full-size ops."""
-        nodes = list(nodes)
+    def step(self, nodes: Collection[Node]) -> float:
+        """Return the seconds of full-size ops, summed in the order of the graph: sets have another one each time."""
+        nodes = self.analysis.sorted(nodes)
         return sum_in_order(map(self.op, nodes)) - self.concurrency_savings(nodes)
 
     def concurrency_savings(self, nodes: Iterable[Node], tile_loop: TileLoop | None = None) -> float:
         """Return the seconds that ops save because some run concurrently; full-size ops if `tile_loop` is `None`."""
-        ops = set(nodes)
+        ops = dict.fromkeys(nodes)
         pairs = ((node, self.gradient_pairs[node]) for node in ops if self.gradient_pairs.get(node) in ops)
         return sum_in_order(self._saved(*pair, tile_loop) for pair in pairs)
 

@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
+import random
 
 import pytest
 import tensorflow as tf
 from devices import ONEDNN, planning_for_card
 from equivalence import Cut, keras_step, plan
 from keras import layers
-from nets import conv
+from nets import chain, conv
 from tensorflow.python.framework.function_def_to_graph import function_def_to_graph
 
 from rewriters.analysis.graph_analysis import GraphAnalysis
@@ -394,6 +395,15 @@ def test_concurrency_savings_are_zero_for_busy_kernels(plan_with):
     costs = CostModel(analysis, IMAGES, changed(unfolded={"Conv2DBackpropInput": 1e6, "Conv2DBackpropFilter": 1e6}))
     assert costs.gradient_pairs and costs.concurrency_savings(analysis.order) == 0, "all images at once"
     assert costs.concurrency_savings(node for node in analysis.order if node.op != "Conv2DBackpropFilter") == 0
+
+
+def test_time_of_a_step_does_not_depend_on_the_order_of_its_ops():
+    """Sets have another order in each process, and rounding decides between equally fast plans."""
+    analysis = GraphAnalysis(canonicalize.read_canonical(keras_step(chain, (24, 20), 2, steps=1).concrete_fn))
+    costs, nodes = CostModel(analysis, 2, NOMINAL), list(analysis.order)
+    shuffled = [random.Random(seed).sample(nodes, len(nodes)) for seed in range(5)]
+    assert len({sum_in_order(map(costs.op, order)) for order in shuffled}) > 1
+    assert {costs.step(order) for order in shuffled} == {costs.step(nodes)}
 
 
 def test_sum_in_order_rounds_after_each_addition():
