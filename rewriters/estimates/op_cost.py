@@ -204,7 +204,7 @@ class CostModel:
         return self._ops[node]
 
     def step(self, nodes: Collection[Node]) -> float:
-        """Return the seconds of full-size ops, summed in the order of the graph: sets have another one each time."""
+        """Return the seconds of full-size ops, summed in the order of the graph, because that of a set is arbitrary."""
         nodes = self.analysis.sorted(nodes)
         return sum_in_order(map(self.op, nodes)) - self.concurrency_savings(nodes)
 

@@ -20,8 +20,8 @@ from rewriters.rules.registry import AxisPlan, Emitter, OpView, Rule, TileKind, 
 __all__: list[str] = []
 
 
-SAME = -1
-"""Stands for the rows of the result."""
+RESULT_ROWS = -1
+"""Stands for the rows of the result in the rows of an operand."""
 
 
 def broadcasts(op: OpView, position: int, axis: int) -> bool:
@@ -193,16 +193,16 @@ class Pointwise(Rule):
         rows = op.once(
             ("rows", axis), lambda: [self._operand_rows(op, axis, one) for one in range(len(op.node.inputs))]
         )
-        return [None if one is None else out if one is SAME else whole(one, len(out.lo)) for one in rows]
+        return [None if one is None else out if one is RESULT_ROWS else whole(one, len(out.lo)) for one in rows]
 
     def _operand_rows(self, op: OpView, axis: int, position: int) -> int | None:
-        """Return the rows of an operand that any tile reads, `SAME` for those of the result, `None` without rows."""
+        """Return the rows of an operand in each tile: a number, `RESULT_ROWS`, or `None` for one without rows."""
         operand = op.node.inputs[position]
         if position in self.read_whole(op):
             return op.extent(operand, axis)
         if position not in self.data(op) or len(operand.shape or ()) < len(op.node.out().shape or ()):
             return None
-        return 1 if broadcasts(op, position, axis) else SAME
+        return 1 if broadcasts(op, position, axis) else RESULT_ROWS
 
 
 class LinearIn(Pointwise):

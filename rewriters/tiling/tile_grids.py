@@ -19,7 +19,7 @@ AUTO_TILES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 
 
 MAX_GUESSES = 5
-"""Grids that are tried where a model of their bytes proposes them; bisection follows."""
+"""Grids that a power law of their bytes proposes; bisection follows."""
 
 
 def auto_grids(analysis: GraphAnalysis, segment: Segment, batch: int, rows_only: bool = False) -> list[Grid]:
@@ -96,7 +96,7 @@ def coarsest_fitting(grids: Sequence[Grid], num_bytes: Callable[[Grid], float], 
     """Return the grid with the fewest tiles that needs at most `limit` bytes; `None` if none does.
 
     Bytes are assumed not to rise with the number of tiles. Halos break that now and then: an earlier grid may fit as
-    well. Few grids are asked for their bytes, because these fall nearly as the number of tiles rises.
+    well. A power law through the bytes of two grids proposes the next one to try.
     """
     low, high, bytes_at = -1, len(grids), dict[int, float]()
     while high - low > 1:
@@ -107,17 +107,25 @@ def coarsest_fitting(grids: Sequence[Grid], num_bytes: Callable[[Grid], float], 
 
 
 def _guess(grids: Sequence[Grid], low: int, high: int, bytes_at: Mapping[int, float], limit: float) -> int:
-    """Return the next grid to try, after one that does not fit, or -1, and before one that fits, or their number."""
+    """Return the position of the next grid to try.
+
+    Args:
+        grids: Grids with more and more tiles.
+        low: Position of a grid that does not fit; -1 if none is known.
+        high: Position of a later one that fits; the number of grids if none is known.
+        bytes_at: Bytes of the grids that were tried, by position.
+        limit: Bytes that the grid may need.
+    """
     if low < 0:
         return 0
-    over, under = bytes_at[low] / max(limit, 1.0), max(limit, 1.0) / max(bytes_at.get(high, 0.0), 1.0)
-    tiles = grids[low].num_tiles * over
-    if high in bytes_at:  # Between both, bytes are a power of the number of tiles.
-        ratio = grids[high].num_tiles / grids[low].num_tiles
-        tiles = grids[low].num_tiles * ratio ** (math.log(over) / math.log(over * under)) if under > 1 else math.inf
-    guess = next((index for index in range(low + 1, high) if grids[index].num_tiles >= tiles), high - 1)
-    halves = len(bytes_at) > MAX_GUESSES
-    return (low + high) // 2 if halves else guess
+    if len(bytes_at) > MAX_GUESSES:
+        return (low + high) // 2
+    limit, most, power = max(limit, 1.0), bytes_at[low], 1.0
+    least = max(bytes_at.get(high, 0.0), 1.0)
+    if high in bytes_at and least < most:  # Bytes are taken to be a power of the number of tiles.
+        power = math.log(most / least) / math.log(grids[high].num_tiles / grids[low].num_tiles)
+    tiles = grids[low].num_tiles * (most / limit) ** (1 / power)
+    return next((index for index in range(low + 1, high) if grids[index].num_tiles >= tiles), high - 1)
 
 
 def fastest(grids: Sequence[Grid], start: Grid, seconds: Callable[[Grid], tuple[float, float]]) -> Grid:

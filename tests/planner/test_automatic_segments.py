@@ -4,8 +4,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from equivalence import TOLERANCE, error, keras_step
 from gradients import gradient_step, model_of
 from keras import layers
+from nets import u_net
 
 import tflms_sft
 from tflms_sft import AutoParams, SegmentSpec, SFTParams
@@ -81,3 +83,19 @@ def test_budget_plan_is_compared_with_original_in_the_same_state_of_memory():
         plan = tflms_sft.rewrite(step, AutoParams(int(part * worst), headroom=0), image).plan
         assert plan.original.peak_bytes == worst
         assert plan.predicted.peak_bytes <= min(worst, part * worst) and "MORE" not in plan.headline()
+
+
+def test_levels_that_are_not_worth_their_time_stay_untiled():
+    """With a capacity all levels run in tiles. Both steps equal the original one."""
+    step = keras_step(u_net, (64, 48), 2, steps=3)
+    part, whole = (
+        tflms_sft.rewrite(step.function, SFTParams((3, 2), memory_capacity=capacity), *step.specs)
+        for capacity in (None, 1)
+    )
+    ops = [len(rewritten.plan.segments) and rewritten.plan.segments[0].forward_ops for rewritten in (part, whole)]
+    assert 0 < ops[0] < ops[1] and part.plan.predicted.time_ratio < 0.9 * whole.plan.predicted.time_ratio
+    assert fraction(part.plan) < 0.97
+    want = step.run(step.concrete_fn)
+    for rewritten in (part, whole):
+        got = step.run(rewritten)
+        assert max(error(got[name], want[name]) for name in want) < TOLERANCE

@@ -63,6 +63,27 @@ def test_plans_stay_within_their_limits_and_larger_limits_are_no_slower(searched
     assert search.smallest.peak.peak_bytes <= found[-1][1].peak.peak_bytes < traced.plain.peak.peak_bytes
 
 
+def test_plans_do_not_depend_on_limits_searched_before(searched):
+    """A path that another limit has modelled corrects the next one, too."""
+    traced, _, found = searched
+    search = PricedSearch(traced)
+    for limit, plan in found[::-1]:
+        assert search.fastest_within(limit).time_ratio <= 1.01 * plan.time_ratio
+
+
+def test_corrections_of_time_move_the_path_and_can_be_forgotten(searched):
+    _, search, _ = searched
+    priced, count, moments = search._priced, search._stretches.moments.count, search._stretches.moments
+    limits = np.full(count, 0.6 * searched[0].plain.peak.peak_bytes)
+    before = priced.fastest_within(limits).path
+    slower = [10 * before.seconds] * len(before.steps)
+    priced.graph.correct(before, np.zeros(count), moments, lambda one: (one.begin, one.end), slower)
+    after = priced.fastest_within(limits).path
+    assert before.seconds < after.seconds < 10 * before.seconds
+    priced.graph.forget_corrections()
+    assert priced.fastest_within(limits).path.seconds == before.seconds
+
+
 def test_sums_of_seconds_agree_with_the_predicted_time():
     """Ops of an interval that a segment leaves untiled, and those of others that it tiles, are counted once."""
     image = x = Input((48, 40, 3))

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import re
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -16,6 +17,7 @@ import tflms_sft
 from rewriters.ir.device_detection import planned_device
 from tflms_sft import AutoParams, BudgetError, MemoryBudget, RewriteError
 from tflms_sft._planner import budget_search
+from tflms_sft._rewrite.plan_cache import code_hash
 from tflms_sft._util import progress
 
 FRACTIONS = {vgg: 0.5, residual: 0.85, unet_2d: 0.6}
@@ -101,6 +103,13 @@ def test_cache_of_other_code_is_not_used(cache, no_search, monkeypatch):
     no_search()
     with pytest.raises(AssertionError, match="a search was started"):
         planned(vgg, params)
+
+
+@pytest.mark.parametrize("folder", ["_barriers", "_planner", "_search", "tiling"])
+def test_hash_of_the_code_covers_all_packages_that_plan(folder, monkeypatch):
+    before, read = code_hash.__wrapped__(), Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + b"#" * (path.parent.name == folder))
+    assert code_hash.__wrapped__() != before
 
 
 def leaky(slope):

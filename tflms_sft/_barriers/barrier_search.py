@@ -32,8 +32,8 @@ Each path corrects the sums of the next.
 MAX_FITTING = 8
 """Plans that fit a limit after which no more are sought."""
 
-MAX_NO_FASTER, MUCH_FASTER = 2, 0.99
-"""Plans in a row that fit and take more than this fraction of the least time, after which no more are sought."""
+MAX_STALE_PLANS, STALE_TIME_RATIO = 2, 0.99
+"""Plans in a row that fit, and their time over the least before them, after which no more are sought."""
 
 SMALL_GAP = 0.02
 """Time of the best plan above the bound of the sums, over the bound, at which the search ends."""
@@ -237,8 +237,8 @@ class BarrierSearch:
 
 def _is_settled(seconds: Sequence[float]) -> bool:
     """Return whether enough plans are modelled, given the time of each that fits in the order of the search."""
-    before, last = seconds[:-MAX_NO_FASTER], seconds[-MAX_NO_FASTER:]
-    return len(seconds) >= MAX_FITTING or (bool(before) and min(last) > MUCH_FASTER * min(before))
+    before, last = seconds[:-MAX_STALE_PLANS], seconds[-MAX_STALE_PLANS:]
+    return len(seconds) >= MAX_FITTING or (bool(before) and min(last) > STALE_TIME_RATIO * min(before))
 
 
 def _rank(candidate: Candidate) -> tuple[float, int]:

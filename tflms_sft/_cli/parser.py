@@ -21,8 +21,6 @@ from tflms_sft._version import __version__
 
 __all__: list[str] = []
 
-NO_SWAP = "use tiles only; swap no tensors to host memory or disk"
-
 _WIDTH = 112
 """Columns of the help."""
 
@@ -242,7 +240,7 @@ def _add_plan(commands: Any) -> None:
     )
     _add_model(parser)
     _add_input_shape(parser)
-    parser.add_argument("--batch", type=whole, metavar="N", help="examples of a step; default: 1, or the model's own")
+    _add_batch(parser)
     modes = parser.add_mutually_exclusive_group(required=True)
     _add_budget(modes)
     modes.add_argument(
@@ -282,13 +280,11 @@ def _add_curve(commands: Any) -> None:
     )
     _add_model(parser)
     _add_input_shape(parser)
-    parser.add_argument("--batch", type=whole, metavar="N", help="examples of a step; default: 1, or the model's own")
+    _add_batch(parser)
     text = "number of budgets, or sizes with units, such as 2GiB,4GiB,8GiB; default: %(default)s"
     parser.add_argument("--budgets", type=budgets, default=8, metavar="N|SIZE,...", help=text)
     parser.set_defaults(budget="1TiB", max_slowdown=None)
-    text = "fraction of each budget that the prediction leaves free; default: 0.1"
-    parser.add_argument("--headroom", type=fraction, metavar="FRACTION", help=text)
-    parser.add_argument("--no-swap", action="store_true", help=NO_SWAP)
+    _add_headroom_and_swaps(parser)
     _add_device_model(parser)
     parser.add_argument("--plot", metavar="FILE", help="draw the curve (needs matplotlib)")
     text = "stop after this time, and print the budgets planned until then; default: no limit"
@@ -313,7 +309,7 @@ def _add_max_input(commands: Any) -> None:
     )
     _add_model(parser)
     _add_input_shape(parser, "only for models without declared channels: any image, such as 64,64,3")
-    parser.add_argument("--batch", type=whole, metavar="N", help="examples of a step; default: 1, or the model's own")
+    _add_batch(parser)
     _add_search(parser, "sizes", 32)
 
 
@@ -439,12 +435,20 @@ def _add_budget(parser: Any, required: bool = False) -> None:
     parser.add_argument("--budget", "--memory-budget", type=size, metavar="SIZE", help=text, **options)
 
 
+def _add_batch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--batch", type=whole, metavar="N", help="examples of a step; default: 1, or the model's own")
+
+
 def _add_planning(parser: argparse.ArgumentParser) -> None:
-    text = "fraction of the budget that the prediction leaves free; default: 0.1"
-    parser.add_argument("--headroom", type=fraction, metavar="FRACTION", help=text)
+    _add_headroom_and_swaps(parser)
     text = "largest predicted time of a step, over that of the original step; default: 10"
     parser.add_argument("--max-slowdown", type=at_least_one, metavar="X", help=text)
-    parser.add_argument("--no-swap", action="store_true", help=NO_SWAP)
+
+
+def _add_headroom_and_swaps(parser: argparse.ArgumentParser) -> None:
+    text = "fraction of the budget that the prediction leaves free; default: 0.1"
+    parser.add_argument("--headroom", type=fraction, metavar="FRACTION", help=text)
+    parser.add_argument("--no-swap", action="store_true", help="use tiles only; swap no tensors to host memory or disk")
 
 
 def _add_device_model(parser: argparse.ArgumentParser) -> None:

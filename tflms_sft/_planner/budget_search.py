@@ -47,10 +47,10 @@ from tflms_sft._util.text import shortened
 MAX_TIME_RATIO_ALONE = 1.5
 """Time, over that of the original step, above which tiles and swaps together are tried."""
 
-FREE_SWAPS = 1.02
+HIDDEN_SWAPS_TIME_RATIO = 1.02
 """Time of a step whose transfers are hidden by ops, over that of the original step, with a margin."""
 
-SWAPPED_EXCESS = 0.5
+MIN_SWAPPED_FRACTION = 0.5
 """Least bytes that swaps move each way, over the bytes above the limit; fragmentation may fall, too."""
 
 TILE_PEAK_FRACTIONS = (0.7, 0.5, 0.35, 0.25, 0.17, 0.12)
@@ -202,12 +202,12 @@ def feasible_plans(
         return []
     options = []
     swap = swaps_within(traced, params)
-    excess = int(SWAPPED_EXCESS * (plain - limit))
+    excess = int(MIN_SWAPPED_FRACTION * (plain - limit))
     least_swapped = math.inf
     if params.swap is not False:
         least_swapped = traced.rates.swapped(traced.seconds, excess, excess, to_disk=False)
-    are_free = least_swapped <= FREE_SWAPS * traced.seconds  # Then tiles need not be searched.
-    alone = swaps_alone(traced, swap, limit) if are_free else None
+    are_hidden = least_swapped <= HIDDEN_SWAPS_TIME_RATIO * traced.seconds  # Then tiles need not be searched.
+    alone = swaps_alone(traced, swap, limit) if are_hidden else None
     swapped = math.inf if alone is None else alone.seconds
     _tell(traced, [] if alone is None else [alone])
     tiles, tiled = None, traced.seconds
@@ -219,7 +219,7 @@ def feasible_plans(
         tiled = max(tiles.time_ratio, 1.0) * traced.seconds
         options.append(of_tiles(traced, tiles, search.left))
         _tell(traced, options)
-    if not are_free and least_swapped < (math.inf if tiles is None else tiled):
+    if not are_hidden and least_swapped < (math.inf if tiles is None else tiled):
         alone = swaps_alone(traced, swap, limit)
         swapped = math.inf if alone is None else alone.seconds
     if alone is not None and (tiles is None or swapped < tiled):

@@ -53,7 +53,8 @@ def curve(
         >>> print(curve)
         >>> curve.plot("curve.png")
     """
-    sizes = checked_budgets(budgets)
+    sizes = _checked_budgets(budgets)
+    # The budget is replaced by that of each point.
     params = AutoParams("1TiB", swap=swap, **({} if headroom is None else {"headroom": headroom}))
     with told_if_slow("tflms-sft: tracing the step ...", print_to_stderr, sys.stderr):
         concrete_fn, record = trace_step(step, example_args, {})
@@ -67,7 +68,7 @@ def curve(
     return BudgetCurve(traced.plain.peak.peak_bytes, params.headroom, points[::-1])
 
 
-def checked_budgets(budgets: int | Sequence[int | str]) -> int | list[int]:
+def _checked_budgets(budgets: int | Sequence[int | str]) -> int | list[int]:
     """Return budgets in bytes, or their number.
 
     Raises:

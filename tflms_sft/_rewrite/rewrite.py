@@ -294,6 +294,7 @@ def analysed(
 
 
 def print_to_stderr(text: str) -> None:
+    """Print a progress line."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -100,6 +100,7 @@ class PathExchanges:
         return _Others(seconds, self._graph.usage[options] - self._graph.usage[old], picks, places)
 
     def _all_other_stretches(self, path: Picks, cheapest: _CheapestWays, same_stretches: bool) -> Iterator[_Others]:
+        """Yield the exchanges of stretches at all positions; none if the stretches have to stay."""
         for first in range(0 if same_stretches else len(path.stretches)):
             yield from self._other_stretches(path, first, cheapest)
 
