@@ -13,7 +13,7 @@ from rewriters.emission.file_buffers import FileBuffers
 from tflms_sft._search import priced_search, training_stretches
 from tflms_sft._search.moments import StepMoments
 from tflms_sft._search.priced_paths import PricedPaths
-from tflms_sft._search.priced_search import PricedSearch
+from tflms_sft._search.priced_search import PricedSearch, _key
 from tflms_sft._search.traced_step import analyse_step
 
 MOMENTS = StepMoments(3, {"first": 0, "third": 2, "gradient of third": 3, "gradient of first": 5})
@@ -63,12 +63,15 @@ def test_plans_stay_within_their_limits_and_larger_limits_are_no_slower(searched
     assert search.smallest.peak.peak_bytes <= found[-1][1].peak.peak_bytes < traced.plain.peak.peak_bytes
 
 
-def test_plans_do_not_depend_on_limits_searched_before(searched):
-    """A path that another limit has modelled corrects the next one, too."""
-    traced, _, found = searched
-    search = PricedSearch(traced)
-    for limit, plan in found[::-1]:
-        assert search.fastest_within(limit).time_ratio <= 1.01 * plan.time_ratio
+def test_paths_that_another_limit_has_modelled_correct_the_next_ones(searched, monkeypatch):
+    _, search, found = searched
+    graph, available, corrected = search._priced.graph, found[1][0] - searched[0].held_bytes, []
+    graph.forget_corrections()
+    first, correct = search._proposed(available).path, graph.correct
+    assert _key(first) in search._paths
+    monkeypatch.setattr(graph, "correct", lambda path, *rest: corrected.append(path) or correct(path, *rest))
+    search._search(found[1][0])
+    assert _key(corrected[0]) == _key(first) and len(corrected) > 1
 
 
 def test_corrections_of_time_move_the_path_and_can_be_forgotten(searched):
