@@ -50,6 +50,8 @@ MAX_PREDICTED = 3
 LEAST_FACTOR = 1.01
 """Limit of the bytes of the segment that saves the fewest, over the smallest one that some path meets."""
 
+UNLIMITED_BYTES = 2.0**62
+
 PlanSegment = Callable[[Segment], SegmentPlan]
 """Plans a segment in the requested tiles; raises `NotTileableError` if they are impossible."""
 
@@ -112,7 +114,7 @@ class RequestedLevels:
     def candidates(self) -> Iterator[Candidate]:
         """Yield plans from the most bytes to the fewest, predicted for fresh memory.
 
-        The time of the loops of a path is known when they are planned, so that all are predicted.
+        All paths are predicted, because sums miss the time of loops between levels of other families.
         """
         stretches = self._stretches
         for path in _paths(self._traced, stretches.stretches, stretches.levels.moments):
@@ -123,10 +125,11 @@ class RequestedLevels:
     def smallest(self, name: str) -> Segment:
         """Return the segment whose levels all run in tiles and that saves the fewest bytes."""
         tiled = [stretch for stretch in self._stretches.stretches if self._stretches.is_tiled(stretch)]
-        priced = PricedPaths(tiled)
-        limit = priced.least_limit(2 * self._traced.plain.peak.peak_bytes)
-        path = priced.fastest_within(np.full(self._stretches.levels.moments_count, LEAST_FACTOR * limit)).path
+        priced, limits = PricedPaths(tiled), np.full(self._stretches.levels.moments_count, UNLIMITED_BYTES)
+        path = priced.fastest_within(limits).path
         assert path is not None
+        limits[:] = LEAST_FACTOR * priced.least_limit(float(path.usage.max()))
+        path = priced.fastest_within(limits).path or path
         return self._stretches.segment(name, self._stretches.plan(path))
 
 
