@@ -8,6 +8,7 @@ carried across the border: downwards for a forward value, upwards for a gradient
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Sequence
 
@@ -100,29 +101,41 @@ def balanced_partition(weights: np.ndarray, tiles: int) -> np.ndarray:
     """Return the borders of a contiguous partition into strips that minimises the largest weight of a strip.
 
     LR-CNN, section IV-A: the first strip computes all rows that it shares with those below it, the last one fewer than
-    the others. Strips of even size at the exit have uneven sizes everywhere else.
+    the others. Strips of even size at the exit have uneven sizes everywhere else. Of several such partitions it is one
+    whose smallest strip is as large as possible: all rows of a small last strip may have been computed before it.
 
     Args:
         weights: Weight of all rows above each border of the finest strips; non-decreasing.
         tiles: Number of strips, at most the number of the finest strips.
     """
+    fine = len(weights) - 1
     low, high = 0.0, float(weights[-1] - weights[0])
     for _ in range(MAX_BISECTIONS):
         middle = (low + high) / 2
-        if _packed(weights, tiles, middle)[-1] == len(weights) - 1:
+        if _packed(weights, tiles, middle)[-1] == fine:
             high = middle
         else:
             low = middle
-    return _packed(weights, tiles, high)
+    least = bisect.bisect(range(2, fine // tiles + 1), False, key=lambda size: not _fits(weights, tiles, high, size))
+    return _packed(weights, tiles, high, 1 + least)
 
 
-def _packed(weights: np.ndarray, tiles: int, max_weight: float) -> np.ndarray:
-    """Return the borders of strips filled up to `max_weight` one after another, each with one finest strip at least."""
+def _fits(weights: np.ndarray, tiles: int, max_weight: float, least: int) -> bool:
+    """Return whether strips after the first may have `least` finest strips each, and none more weight."""
+    borders = _packed(weights, tiles, max_weight, least)
+    return bool(borders[-1] == len(weights) - 1 and np.all(np.diff(borders)[1:] >= least))
+
+
+def _packed(weights: np.ndarray, tiles: int, max_weight: float, least: int = 1) -> np.ndarray:
+    """Return the borders of strips filled up to `max_weight` one after another.
+
+    Each has one finest strip at least, and leaves `least` to each strip after it.
+    """
     borders = [0]
     for remaining in reversed(range(tiles)):
         begin = borders[-1]
         end = int(np.searchsorted(weights, weights[begin] + max_weight, side="right")) - 1
-        borders.append(min(max(end, begin + 1), len(weights) - 1 - remaining))
+        borders.append(max(min(end, len(weights) - 1 - remaining * least), begin + 1))
     return np.array(borders)
 
 

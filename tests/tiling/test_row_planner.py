@@ -315,14 +315,15 @@ def test_frontier_of_written_tensor_covers_all_rows():
     ("weights", "tiles", "want"),
     [
         ([0, 1, 2, 3, 4, 5, 6], 3, [2, 2, 2]),
-        ([0, 1, 2, 3, 4, 5, 6, 7], 3, [3, 3, 1]),
+        ([0, 1, 2, 3, 4, 5, 6, 7], 3, [3, 2, 2]),
+        ([0, 4, *range(5, 14)], 4, [1, 3, 3, 3]),
         ([0, 6, 7, 8, 9, 10, 10], 3, [1, 2, 3]),
         ([0, 6, 7, 8, 9, 10, 10], 6, [1] * 6),
         ([0, 0, 0, 5], 2, [2, 1]),
         ([0, 9], 1, [1]),
     ],
 )
-def test_balanced_partition_minimises_largest_weight(weights, tiles, want):
+def test_balanced_partition_minimises_largest_weight_with_no_small_strip(weights, tiles, want):
     assert np.diff(row_frontiers.balanced_partition(np.array(weights), tiles)).tolist() == want
 
 
