@@ -1,4 +1,5 @@
 import contextlib
+import functools
 import gc
 import os
 import pathlib
@@ -17,6 +18,7 @@ import tensorflow as tf
 from devices import NO_CACHES, planning_with
 from long_tests import mark_long
 
+from rewriters.emission import file_buffers
 from rewriters.ir import graph_pass
 from tflms_sft._util import progress
 
@@ -72,6 +74,12 @@ def plan_with():
     """Return a function that replaces facts of the planned device until the test ends, as `planning_with` does."""
     with contextlib.ExitStack() as stack:
         yield lambda **facts: stack.enter_context(planning_with(**facts))
+
+
+@pytest.fixture
+def set_min_file_bytes(monkeypatch):
+    """Return a function that sets the bytes from which on results of loops may lie in files."""
+    return functools.partial(monkeypatch.setattr, file_buffers, "MIN_FILE_BYTES")
 
 
 @pytest.fixture(autouse=True)

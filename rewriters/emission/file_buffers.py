@@ -183,7 +183,11 @@ class FileBuffers:
     def holds(self, tensor: Tensor) -> bool:
         """Return whether a tensor lies in a file, for which it has to be large enough."""
         is_selected = self.tensors is None or tensor in self.tensors
-        return is_selected and tensor.num_bytes(self.batch) >= MIN_FILE_BYTES
+        return is_selected and self.takes(tensor.num_bytes(self.batch))
+
+    def takes(self, num_bytes: int) -> bool:
+        """Return whether a tensor of some bytes is large enough for a file."""
+        return num_bytes >= MIN_FILE_BYTES
 
     def results(self, tile_loop: TileLoop) -> set[Tensor]:
         """Return the results of a loop that lie in files: images, gradients of images, and saved rows.

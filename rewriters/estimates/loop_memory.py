@@ -100,7 +100,7 @@ def iteration_allocated_bytes(
     tiles = {tuple(0 for _ in tile_loop.grid.spatial), tuple(count // 2 for count in tile_loop.grid.spatial)}
     traces = [model.events(tile, batch) for tile in tiles]
     exact = max(peak_bytes_of(events, ExactAllocator()) for events in traces)
-    states = itertools.islice(pools(analysis.graph.device, 2 * exact), MAX_STATES)
+    states = itertools.islice(pools(analysis.graph.device, max(2 * exact, 1)), MAX_STATES)
     return max(exact, *(peak_bytes_of(events, pool) for pool in states for events in traces))
 
 

@@ -130,8 +130,8 @@ def test_tile_pass_body_carries_rows_of_neighbouring_tiles():
     )
 
 
-def test_tile_pass_results_of_loops_lie_in_files(monkeypatch):
-    monkeypatch.setattr(file_buffers, "MIN_FILE_BYTES", 0)
+def test_tile_pass_results_of_loops_lie_in_files(set_min_file_bytes):
+    set_min_file_bytes(0)
     before, graph = tiled(Cut("input", "one", (2, 1)), files=file_buffers.FileBuffers("/tmp", 2))
     lines = new_lines(before, graph_text(graph))
     assert_lines(

@@ -6,7 +6,6 @@ from equivalence import TOLERANCE, error, keras_step
 from nets import bottlenecks, u_net
 
 import tflms_sft
-from rewriters.emission import file_buffers
 from rewriters.tiling.tile_planner import Halo
 from tflms_sft._barriers.barrier_search import BarrierSearch
 from tflms_sft._barriers.barrier_stretches import LevelPlan
@@ -36,8 +35,8 @@ def random_candidate(search, seed):
 @pytest.mark.parametrize("with_files", [False, True], ids=["memory", "files"])
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("net", [u_net, pytest.param(bottlenecks, marks=pytest.mark.slow)])
-def test_random_levels_in_tiles_equal_original(net, seed, with_files, tmp_path, monkeypatch):
-    monkeypatch.setattr(file_buffers, "MIN_FILE_BYTES", 2**9)
+def test_random_levels_in_tiles_equal_original(net, seed, with_files, tmp_path, monkeypatch, set_min_file_bytes):
+    set_min_file_bytes(2**9)
     found = []
 
     def fastest_within(search, limit):

@@ -8,9 +8,8 @@ import pytest
 from equivalence import TOLERANCE, error, keras_step
 
 import tflms_sft
-from rewriters.emission import file_buffers
 from rewriters.scheduling.memory_order import MemoryOrder
-from tflms_sft._search import priced_search, traced_step, training_stretches
+from tflms_sft._search import priced_search, traced_step
 from tflms_sft._search.traced_step import analyse_step, skeleton
 
 pytestmark = pytest.mark.usefixtures("double_precision")
@@ -50,9 +49,10 @@ def planned(step, tmp_path, *, with_files, order, monkeypatch):
 
 @pytest.mark.parametrize("with_files", [False, True], ids=["memory", "files"])
 @pytest.mark.parametrize("order", MemoryOrder)
-def test_step_in_tiles_equals_original_in_each_order(order, with_files, tmp_path, monkeypatch, set_rates):
-    for module in (file_buffers, training_stretches):
-        monkeypatch.setattr(module, "MIN_FILE_BYTES", 2**11)
+def test_step_in_tiles_equals_original_in_each_order(
+    order, with_files, tmp_path, monkeypatch, set_rates, set_min_file_bytes
+):
+    set_min_file_bytes(2**11)
     set_rates(copied=1e11)
     step = keras_step(pyramid, (64, 48), steps=3)
     rewritten, choices = planned(step, tmp_path, with_files=with_files, order=order, monkeypatch=monkeypatch)

@@ -154,9 +154,10 @@ def test_swap_params_directory_in_memory_is_replaced_or_noted(tmp_path, monkeypa
     found = [is_in_memory(str(tmp_path / path), str(table)) for path in ("", "a b", "a b/d", "a b/c", "a bc")]
     assert found == [False, True, True, False, False]
     assert not is_in_memory(str(tmp_path), str(tmp_path / "no such table"))
-    monkeypatch.setattr("tflms_sft._params.swap_params.is_in_memory", lambda path: path != "/var/tmp")
+    disks = {"/var/tmp"}
+    monkeypatch.setattr("tflms_sft._params.swap_params.is_in_memory", lambda path: path not in disks)
     assert LMSParams().directory == "/var/tmp" and LMSParams(spill_dir=tmp_path).directory == str(tmp_path)
-    monkeypatch.setattr("tflms_sft._params.swap_params.is_in_memory", lambda path: True)
+    disks.clear()
     assert LMSParams().directory == tempfile.gettempdir()
     monkeypatch.setattr("tflms_sft._planner.swap_planner.is_in_memory", lambda path: True)
     callback = swapping(tmp_path)

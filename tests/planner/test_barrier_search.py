@@ -9,7 +9,6 @@ from checkpoint_sets import dropping_sets, smallest_segment
 from equivalence import keras_step
 from nets import bottlenecks, chain, u_net
 
-from rewriters.emission import file_buffers
 from rewriters.emission.file_buffers import FileBuffers
 from rewriters.tiling.tile_planner import Halo
 from tflms_sft._barriers.barrier_search import BarrierSearch
@@ -123,8 +122,8 @@ def test_loops_fit_in_tiles_between_those_of_small_and_large_iterations():
     assert loops.fastest_within(Halo.RECOMPUTE, traced.held_bytes) is None
 
 
-def test_results_in_files_lower_the_smallest_peak(tmp_path, monkeypatch):
-    monkeypatch.setattr(file_buffers, "MIN_FILE_BYTES", 2**11)
+def test_results_in_files_lower_the_smallest_peak(tmp_path, set_min_file_bytes):
+    set_min_file_bytes(2**11)
     traced = traced_step(u_net)
     with_files = dataclasses.replace(traced, files=FileBuffers(str(tmp_path), traced.batch))
     search = BarrierSearch(with_files, Barriers(traced))

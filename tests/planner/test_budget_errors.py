@@ -106,7 +106,8 @@ def test_budget_error_names_a_budget_that_fewer_swaps_meet():
     with pytest.raises(BudgetError) as caught:
         tflms_sft.rewrite(step, AutoParams("1MiB"), spec)
     plan = tflms_sft.rewrite(step, AutoParams(caught.value.smallest_bytes), spec).plan
-    assert plan.changed and f"(about {plan.predicted.time_ratio:.2f}x the time)" in str(caught.value)
+    (named,) = re.findall(r"\(about ([0-9.]+)x the time\)", str(caught.value))
+    assert plan.changed and 1.0 < plan.predicted.time_ratio <= float(named) + 0.005, "a search may find a faster one"
 
 
 def test_budget_without_room_for_swaps_names_the_room(monkeypatch):

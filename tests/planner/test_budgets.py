@@ -19,10 +19,10 @@ from rewriters.tiling import ft_segments
 from tflms_sft import AutoParams
 from tflms_sft._planner import budget_search
 from tflms_sft._planner.swap_search import SwapSearch
+from tflms_sft._search.block_chain import BlockChain
 from tflms_sft._search.priced_search import PricedSearch
 from tflms_sft._search.segment_plans import segment_plans
 from tflms_sft._search.traced_step import analyse_step, predict, seconds_of
-from tflms_sft._search.training_blocks import TrainingBlocks
 
 NUM_RANDOM_PLANS = 300
 """Number of random plans that a search is compared with."""
@@ -151,7 +151,7 @@ def small(*filters, size=(40, 24)):
 def some_plans(traced, number):
     """Yield peak and seconds of random combinations of tiled and untiled stretches between cuts."""
     ((component,), _) = ft_segments.find_components(traced.analysis)
-    chain, generator = TrainingBlocks(traced, component), random.Random(number)
+    chain, generator = BlockChain(traced, component), random.Random(number)
 
     def options(first, last):
         yield chain.untiled(first, last)

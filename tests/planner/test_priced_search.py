@@ -8,9 +8,8 @@ import tensorflow as tf
 from gradients import gradient_step, model_of
 from keras import Input, layers
 
-from rewriters.emission import file_buffers
 from rewriters.emission.file_buffers import FileBuffers
-from tflms_sft._search import priced_search, training_stretches
+from tflms_sft._search import priced_search
 from tflms_sft._search.moments import StepMoments
 from tflms_sft._search.priced_paths import PricedPaths
 from tflms_sft._search.priced_search import PricedSearch, _key
@@ -134,9 +133,8 @@ def test_path_near_another_one_fits_and_is_the_same_where_it_fits_already(search
     assert priced.near(near, tight, solution.prices).seconds <= near.seconds
 
 
-def test_files_take_results_only_where_they_save_time(monkeypatch):
-    for module in (file_buffers, training_stretches):
-        monkeypatch.setattr(module, "MIN_FILE_BYTES", 2**12)
+def test_files_take_results_only_where_they_save_time(set_min_file_bytes):
+    set_min_file_bytes(2**12)
     traced = traced_pyramid()
     plain = traced.plain.peak.peak_bytes
     with_files = PricedSearch(dataclasses.replace(traced, files=FileBuffers("/tmp", 1)))
@@ -146,15 +144,15 @@ def test_files_take_results_only_where_they_save_time(monkeypatch):
     assert tight.peak.peak_bytes < PricedSearch(traced).smallest.peak.peak_bytes
 
 
-def test_search_in_memory_shares_estimates_and_uses_no_files(monkeypatch):
-    for module in (file_buffers, training_stretches):
-        monkeypatch.setattr(module, "MIN_FILE_BYTES", 2**12)
+def test_search_in_memory_shares_estimates_and_uses_no_files(set_min_file_bytes):
+    set_min_file_bytes(2**12)
     traced = traced_pyramid(48)
     search = PricedSearch(dataclasses.replace(traced, files=FileBuffers("/tmp", 1)))
     assert search.smallest.files is not None
-    monkeypatch.setattr(training_stretches.TrainingStretches, "__init__", None)  # Nothing is estimated again.
+    known = {id(way) for stretch in search._stretches.stretches for way in stretch.ways}
     smallest = search.in_memory.smallest
     stretches = search.in_memory._stretches.stretches
+    assert all(id(way) in known for stretch in stretches for way in stretch.ways), "nothing is estimated again"
     assert all(len(places) == 1 for stretch in stretches for places in stretch.homes)
     assert not any(way.choice.rows_in_files for stretch in stretches for way in stretch.ways)
     assert smallest.files is None and smallest.plans

@@ -26,11 +26,10 @@ from rewriters.tiling.tile_grids import auto_grids, coarsest_fitting, loop_grids
 from rewriters.tiling.tile_planner import Grid, Halo, TileLoop
 from tflms_sft import AutoParams
 from tflms_sft._barriers.barriers import Barriers
-from tflms_sft._search.inference_blocks import InferenceBlocks, LiveTensors
+from tflms_sft._search.block_chain import BlockChain, backward_positions
 from tflms_sft._search.priced_search import PricedSearch
-from tflms_sft._search.segment_tilings import LoopEstimates, _checkpoint_candidates
+from tflms_sft._search.segment_tilings import _checkpoint_candidates
 from tflms_sft._search.traced_step import MAX_SKELETONS, analyse_step, predict
-from tflms_sft._search.training_blocks import backward_positions
 
 
 def step_of(height, width, depth=3, filters=8, batch=1, pooled=True):
@@ -302,13 +301,11 @@ def test_only_the_last_blocks_of_a_step_without_gradients_sum_their_results():
 
     traced = analyse_step(step.get_concrete_function(tf.TensorSpec((1, 64, 64, 3))))
     (component,), _ = find_components(traced.analysis)
-    blocks = InferenceBlocks(LoopEstimates(traced), component, LiveTensors(traced))
-    end, summed = len(component.nodes), {}
+    chain, end, summed = BlockChain(traced, component), len(component.nodes), {}
     for first in range(end):
         for last in range(first + 1, end + 1):
-            options = blocks._options_between(first, last)
-            if options is not None:
-                summed[first, last] = any(tiling._segment.final for tiling in options.tilings)
+            if tilings := chain.tilings(first, last):
+                summed[first, last] = any(tiling.segment.final for tiling in tilings)
     assert summed[0, end]
     assert not any(is_summed for (_, last), is_summed in summed.items() if last < end)
 

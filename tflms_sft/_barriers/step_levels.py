@@ -12,8 +12,8 @@ from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.ir.graph import Node, Tensor
 from rewriters.tiling.barrier_levels import BarrierLevels
 from rewriters.tiling.checkpoint_selection import LoopSpec
+from tflms_sft._search.block_chain import backward_positions
 from tflms_sft._search.moments import StepMoments
-from tflms_sft._search.training_blocks import backward_positions
 
 
 def _results(node: Node) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """Ends of automatic segments in requested tiles, chosen by the cost model.
 
 A longer segment saves fewer tensors, but its tiles recompute wider halos. The search goes through the same stretches as
-the search for a budget (`tflms_sft/_search/training_stretches.py`), with one way to tile each, and weighs memory
+the search for a budget (`tflms_sft/_search/chain_stretches.py`), with one way to tile each, and weighs memory
 against time.
 """
 
@@ -24,13 +24,13 @@ from rewriters.tiling.segment import Segment
 from rewriters.tiling.tile_planner import Grid
 from tflms_sft._barriers.barrier_stretches import BarrierStretches
 from tflms_sft._barriers.barriers import Barriers
+from tflms_sft._search.block_chain import BlockChain, SegmentTiling
 from tflms_sft._search.block_choices import BlockChoice
+from tflms_sft._search.chain_stretches import ChainStretches
 from tflms_sft._search.moments import StepMoments
 from tflms_sft._search.priced_paths import PricedPaths
 from tflms_sft._search.stretch_graph import Path, Stretch
 from tflms_sft._search.traced_step import Candidate, TracedStep, predict, predicted_peak
-from tflms_sft._search.training_blocks import SegmentTiling, TrainingBlocks
-from tflms_sft._search.training_stretches import TrainingStretches
 
 TIME_EXPONENT = 1.5
 """Weight of time against memory: 1 % more time has to save this many per cent of memory."""
@@ -87,7 +87,7 @@ class RequestedSearch:
         """Yield the plans of the paths with the best estimated scores, predicted for fresh memory."""
         if not self._chains:
             return
-        stretches = TrainingStretches(self._traced, self._chains)
+        stretches = ChainStretches(self._traced, self._chains)
         traced, scores = self._traced, dict[Path, float]()
         for path in _paths(traced, stretches.stretches, stretches.moments):
             seconds = max(stretches.outside_seconds + path.seconds, traced.seconds)
@@ -169,7 +169,7 @@ class _RequestedTiling:
         return choice.saved_bytes
 
 
-class _RequestedBlocks(TrainingBlocks):
+class _RequestedBlocks(BlockChain):
     """A component of a training step whose segments run in requested tiles."""
 
     def __init__(self, traced: TracedStep, component: TileableComponent, plan: PlanSegment) -> None:

@@ -33,7 +33,6 @@ from tflms_sft._planner.plan_description import reasons, takes_most
 from tflms_sft._planner.swap_planner import reason_without_tier
 from tflms_sft._planner.swap_search import SwapSearch
 from tflms_sft._report.summary import excess_remedy, time_text
-from tflms_sft._search.inference_search import InferenceSearch
 from tflms_sft._search.priced_search import PricedSearch
 from tflms_sft._search.traced_step import (
     Candidate,
@@ -267,11 +266,10 @@ def _search(traced: TracedStep, files: FileBuffers | None = None) -> TileSearch:
     """
 
     def begin() -> TileSearch:
-        if not traced.analysis.backward:
-            return InferenceSearch(traced)
-        barriers = traced.once("barriers", lambda: Barriers(traced))
-        if barriers.present:
-            return BarrierSearch(dataclasses.replace(traced, files=files), barriers)
+        if traced.analysis.backward:
+            barriers = traced.once("barriers", lambda: Barriers(traced))
+            if barriers.present:
+                return BarrierSearch(dataclasses.replace(traced, files=files), barriers)
         return PricedSearch(dataclasses.replace(traced, files=files))
 
     return traced.once(f"search {files}", begin)

@@ -1,10 +1,7 @@
-"""Choices for the blocks of a component, and the places and targets that searches share.
+"""Choices for the blocks of a component.
 
 A component of a network is a chain of blocks between bounds. The blocks between any two bounds run untiled, or form a
 segment in tiles.
-
-A search whose sums are estimates tries several *targets*: peaks that the estimates must meet. Targets are the rungs of
-one geometric ladder that all budgets share. A larger budget thus finds no slower plan.
 """
 
 from __future__ import annotations
@@ -15,19 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rewriters.ir.graph import Tensor
 from rewriters.tiling.tile_planner import Grid, Halo
-
-RUNG_RATIO = 1.03
-"""A target over the next lower one."""
-
-
-def rung(num_bytes: int) -> int:
-    """Return the rung of the highest target of at most `num_bytes`."""
-    return int(math.log(max(num_bytes, 1), RUNG_RATIO))
-
-
-def target_bytes(rung: int) -> int:
-    """Return the bytes of the target on a rung."""
-    return int(RUNG_RATIO**rung)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,10 +41,6 @@ class BlockChoice:
     saved_bytes: int = 0
     working_bytes: int
     seconds: float
-
-    def fits(self, budget: int) -> bool:
-        """Return whether saved and working bytes are within a budget."""
-        return self.saved_bytes + self.working_bytes <= budget
 
 
 def select_cuts(

@@ -1,7 +1,7 @@
-"""Moments of a training step, at which a plan counts its bytes.
+"""Moments of a step, at which a plan counts its bytes.
 
 Frontiers cut the forward pass into intervals. There is a moment for the forward pass of each interval, then one for the
-backward pass of each interval, in the order of the step.
+backward pass of each interval if the step has one, in the order of the step.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ class StepMoments:
         intervals: Number of intervals between frontiers.
         of_op: Moment of each op of the original step that belongs to an interval and reads images, by name. Others,
             such as shapes of gradients, may run long before their interval.
+        has_backward: Whether the step has a backward pass; without it, the slices for it are empty.
     """
 
     intervals: int
     of_op: Mapping[str, int]
+    has_backward: bool = True
 
     @property
     def count(self) -> int:
         """Number of moments."""
-        return 2 * self.intervals
+        return 2 * self.intervals if self.has_backward else self.intervals
 
     def forward(self, begin: int, end: int) -> slice:
         """Return the moments of the forward pass between two frontiers."""
@@ -36,7 +38,7 @@ class StepMoments:
 
     def backward(self, begin: int, end: int) -> slice:
         """Return the moments of the backward pass between two frontiers."""
-        return slice(self.count - end, self.count - begin)
+        return slice(self.count - end, self.count - begin) if self.has_backward else slice(0)
 
     def saved(self, begin: int, end: int) -> slice:
         """Return the moments from the forward pass after a frontier to the backward pass after another one."""
@@ -44,7 +46,7 @@ class StepMoments:
 
     def waiting_updates(self, begin: int) -> slice:
         """Return the moment after the backward pass down to a frontier, until which updates of weights may wait."""
-        return slice(self.count - begin, self.count - begin + 1)
+        return slice(self.count - begin, self.count - begin + 1) if self.has_backward else slice(0)
 
     def usage(self, *parts: tuple[slice, float]) -> np.ndarray:
         """Return the bytes at each moment of parts that take some bytes at some moments."""

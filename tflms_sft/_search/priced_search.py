@@ -1,4 +1,4 @@
-"""Tile plans of a training step without barriers by prices on memory.
+"""Tile plans of a step without barriers by prices on memory.
 
 The paths of `priced_paths.py` count sums of estimates. The memory model of the whole step knows more: fragmentation,
 updates of weights that wait, temporary results. So a search proposes the fastest paths for limits of decreasing size,
@@ -16,11 +16,11 @@ import numpy as np
 from rewriters.emission.tile_pass import SegmentPlan
 from rewriters.scheduling.memory_order import MemoryOrder
 from rewriters.tiling.ft_segments import find_components
+from tflms_sft._search.block_chain import BlockChain
+from tflms_sft._search.chain_stretches import ChainStretches
 from tflms_sft._search.priced_paths import PricedPaths, Solution
 from tflms_sft._search.stretch_graph import Path
 from tflms_sft._search.traced_step import Candidate, TracedStep, predict, tile_loop_names
-from tflms_sft._search.training_blocks import TrainingBlocks
-from tflms_sft._search.training_stretches import TrainingStretches
 
 SMALLER_SUMS, EXCESSIVE_SUMS = (0.9, 0.8, 0.7, 0.6), (1.12, 1.25)
 """Limits of the sums, over the limit of the step, for which paths are proposed after the limit itself.
@@ -62,7 +62,7 @@ class ModelledPath:
 
 
 class PricedSearch:
-    """Tile plans of one training step without barriers (`TileSearch`).
+    """Tile plans of one step without barriers (`TileSearch`).
 
     Attributes:
         left: Ops that cannot be tiled, with reasons.
@@ -71,13 +71,13 @@ class PricedSearch:
     def __init__(self, traced: TracedStep) -> None:
         components, self.left = find_components(traced.analysis)
         self._traced = traced
-        self._chains = [TrainingBlocks(traced, component) for component in components]
+        self._chains = [BlockChain(traced, component) for component in components]
         self._paths: dict[tuple[int, ...], ModelledPath] = {}
         self._searched: set[int] = set()
 
     @functools.cached_property
-    def _stretches(self) -> TrainingStretches:
-        return TrainingStretches(self._traced, self._chains)
+    def _stretches(self) -> ChainStretches:
+        return ChainStretches(self._traced, self._chains)
 
     @functools.cached_property
     def _priced(self) -> PricedPaths:
@@ -226,7 +226,7 @@ class PricedSearch:
 
 def _with_least_memory(traced: TracedStep, plans: list[SegmentPlan]) -> Candidate:
     """Return the prediction of a step in tiles in the order that needs less memory."""
-    orders = (MemoryOrder.DELAYED, MemoryOrder.SERIAL)
+    orders = (MemoryOrder.DELAYED, MemoryOrder.SERIAL) if traced.analysis.backward else (traced.order,)
     candidates = (predict(dataclasses.replace(traced, order=order), plans) for order in orders)
     return min(candidates, key=lambda candidate: candidate.peak.peak_bytes)
 

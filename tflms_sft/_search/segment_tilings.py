@@ -7,6 +7,7 @@ estimates. The chosen loops are planned themselves, and modelled with the whole 
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import itertools
@@ -20,21 +21,19 @@ from rewriters.estimates.loop_memory import Results
 from rewriters.estimates.op_cost import CostModel, sum_in_order
 from rewriters.ir.graph import Node, Tensor
 from rewriters.tiling.checkpoint_selection import LoopSpec
-from rewriters.tiling.one_loop import in_one_loop
+from rewriters.tiling.extents import max_tiles
+from rewriters.tiling.one_loop import in_one_loop, with_final_sums
 from rewriters.tiling.segment import Segment
-from rewriters.tiling.tile_grids import auto_grids, coarsest_fitting, fastest, thinned
+from rewriters.tiling.tile_grids import auto_grids, coarsest_fitting, fastest, first_axis, thinned
 from rewriters.tiling.tile_planner import Grid, Halo, TileLoop
 from tflms_sft._search.block_choices import BlockChoice
 from tflms_sft._search.traced_step import TracedStep
 
-GRID_GROWTH = 1.4
+GRID_GROWTH = 1.15
 """Tiles of a grid that is tried, over those of the one before."""
 
-PLANNED_STRIDE = 3
-"""Grids of a long segment of which one is planned, and the others are interpolated."""
-
-MAX_OPS_ALL_PLANNED = 40
-"""Ops of a segment of which every grid is planned."""
+PLANNED_GROWTH = 2.5
+"""Tiles of a grid that is planned, over those of the one before; the grids between are interpolated."""
 
 FORWARD_COARSENING = (4, 2, 1)
 """Ratios of backward to forward tiles along each axis that are tried: a forward iteration keeps less alive."""
@@ -220,13 +219,20 @@ class EstimateCache:
 
 
 def segment_tilings(
-    traced: TracedStep, segment: Segment, blocks: tuple[int, int], estimates: EstimateCache
+    traced: TracedStep, segment: Segment, blocks: tuple[int, int], estimates: EstimateCache, *, is_last: bool
 ) -> list[SegmentTilings]:
     """Return the tilings of a segment: in one loop if possible, and for each way to get halos.
 
-    `blocks` are its first position in its component, and one past the last. The tilings add to the estimates.
+    Args:
+        traced: The step.
+        segment: The segment.
+        blocks: Its first position in its component, and one past the last.
+        estimates: Estimates of equal segments, to which the tilings add.
+        is_last: Whether the segment ends its component, so that its loop may sum its results.
     """
     ways = [(segment, halo) for halo in Halo]
+    if is_last and not segment.backward:
+        ways.insert(0, (with_final_sums(traced.analysis, segment), Halo.RECOMPUTE))
     only_one = in_one_loop(traced.analysis, segment, set())
     if only_one is not None:
         ways.insert(0, (only_one, Halo.RECOMPUTE))
@@ -268,13 +274,23 @@ class SegmentTilings:
         self._halo = halo
         self._planner = planner_for(traced.analysis, segment, halo)
         self._estimates = estimates
-        self._coarsenings: tuple[int, ...] = (
-            FORWARD_COARSENING  # A ratio that is too large for few tiles is so for more.
-        )
+        # A ratio that is too large for few tiles is so for more.
+        self._coarsenings: tuple[int, ...] = FORWARD_COARSENING if segment.backward else (1,)
         sizes = (candidate.tensor.num_bytes(traced.batch) for candidate in candidates)
         self._checkpoint_bytes = list(itertools.accumulate(sizes, initial=0))
-        short = len(segment.forward) + len(segment.backward) <= MAX_OPS_ALL_PLANNED
-        self._stride = 1 if short else PLANNED_STRIDE
+        self._planned_positions = self._to_plan()
+
+    def _to_plan(self) -> list[int]:
+        """Return the positions of the grids that are planned: they grow, or are equal strips, which carry least."""
+        limits = max_tiles(self._traced.analysis, self.segment)
+        rows = limits[first_axis(limits)] if self._halo is Halo.CARRY else math.inf
+        positions = [0]
+        for position, grid in enumerate(self.grids):
+            is_equal = rows % math.prod(grid.spatial) == 0
+            has_grown = grid.num_tiles >= PLANNED_GROWTH * self.grids[positions[-1]].num_tiles
+            if position and (is_equal or has_grown or position == len(self.grids) - 1):
+                positions.append(position)
+        return positions
 
     def with_checkpoints(self, choice: BlockChoice, count: int) -> BlockChoice:
         """Return a choice with the first `count` candidates checkpointed, and their bytes saved."""
@@ -310,11 +326,10 @@ class SegmentTilings:
     def _estimate(self, grid: Grid) -> TilingEstimate:
         """Return the estimate of a planned grid, or interpolate between the two planned ones around it."""
         index = self.grids.index(grid)
-        before = index - index % self._stride
-        after = min(before + self._stride, len(self.grids) - 1)
-        if index in (before, after):
+        after = bisect.bisect_left(self._planned_positions, index)
+        if self._planned_positions[after] == index:
             return self._planned(grid)
-        first, last = self.grids[before], self.grids[after]
+        first, last = (self.grids[self._planned_positions[number]] for number in (after - 1, after))
         return self._planned(first).towards(self._planned(last), grid.num_tiles, first.num_tiles, last.num_tiles)
 
     def _planned(self, grid: Grid) -> TilingEstimate:
@@ -358,7 +373,7 @@ def _coarser(grid: Grid, ratio: int) -> Grid:
 
 def _checkpoint_candidates(traced: TracedStep, segment: Segment) -> list[CheckpointCandidate]:
     """Return inner tensors to checkpoint, greedily by the time that they save for their size, in one tile."""
-    if segment.one_loop:
+    if segment.one_loop or not segment.backward:
         return []
     analysis, batch = traced.analysis, traced.batch
     grid = auto_grids(analysis, segment, batch)[0]

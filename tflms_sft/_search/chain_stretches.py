@@ -1,7 +1,8 @@
-"""Stretches of a training step without barriers: untiled intervals, and segments in tiles.
+"""Stretches of a step without barriers: untiled intervals, and segments in tiles.
 
 The bytes of a stretch are sums of estimates. A tensor that a segment writes stays until the backward pass of the
-segment that reads it, in memory or in a file. The bytes of untiled intervals are those of the original step.
+segment that reads it, in memory or in a file; without gradients, until the last op that reads it. The bytes of untiled
+intervals are those of the original step.
 """
 
 from __future__ import annotations
@@ -15,28 +16,33 @@ from typing import cast
 
 import numpy as np
 
+from rewriters.analysis.autodiff_roles import reads_shape_only
+from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.device.allocator import ExactAllocator
+from rewriters.device.op_buffers import allocates, forwards_input_buffer
 from rewriters.device.peak_memory import replay
-from rewriters.emission.file_buffers import MIN_FILE_BYTES
 from rewriters.emission.loop_tensors import loop_operand
 from rewriters.emission.tile_pass import SegmentPlan
 from rewriters.ir.graph import Node, Tensor
 from rewriters.tiling.segment import Segment
+from tflms_sft._search.block_chain import BlockChain, SegmentTiling
 from tflms_sft._search.block_choices import BlockChoice
 from tflms_sft._search.moments import StepMoments
 from tflms_sft._search.segment_plans import segment_plans
 from tflms_sft._search.stretch_graph import Option, Path, Stretch
 from tflms_sft._search.traced_step import TracedStep, original_allocations
-from tflms_sft._search.training_blocks import SegmentTiling, TrainingBlocks
 
 MAX_SECONDS_GROWTH = 16.0
 """Time of a segment, over its time in the fewest tiles, from which on no more tiles are tried."""
 
 MAX_BYTES_GROWTH = 1.1
-"""Bytes of an iteration and of saved rows, over the fewest with fewer tiles, from which on no more tiles are tried."""
+"""Bytes of an iteration and of saved rows, over the fewest with fewer tiles, from which on they count as grown."""
+
+MAX_GROWN = 2
+"""Grids in a row with grown bytes, after which no more tiles are tried. Unequal strips may need more than equal."""
 
 MIN_BYTES_SAVED = 0.03
-"""Fraction of these bytes that more and slower tiles have to save."""
+"""Fraction of the fewest bytes that more and slower tiles have to save."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +60,8 @@ class StretchChoice:
     rows_in_files: bool = False
 
 
-class TrainingStretches:
-    """All stretches of a training step without barriers.
+class ChainStretches:
+    """All stretches of a step without barriers.
 
     Attributes:
         moments: Moments of the step.
@@ -63,18 +69,20 @@ class TrainingStretches:
         outside_seconds: Time of the ops that belong to no stretch.
     """
 
-    def __init__(self, traced: TracedStep, chains: Sequence[TrainingBlocks]) -> None:
+    def __init__(self, traced: TracedStep, chains: Sequence[BlockChain]) -> None:
         self._traced = traced
         self._chains = chains
         self._begins = [0]
         for chain in chains:
             self._begins.append(self._begins[-1] + len(chain.bounds) - 1)
-        self.moments = StepMoments(self._begins[-1], dict(self._moments_of_ops()))
+        has_backward = bool(traced.analysis.backward)
+        self.moments = StepMoments(self._begins[-1], dict(self._moments_of_ops()), has_backward)
+        self._last_reads = {} if has_backward else _last_reads(traced.analysis, self.moments)
         untiled = list(self._untiled())
         self.stretches = [*untiled, *self._tiled()]
         self.outside_seconds = traced.seconds - sum(stretch.ways[0].seconds for stretch in untiled)
 
-    def in_memory(self) -> TrainingStretches:
+    def in_memory(self) -> ChainStretches:
         """Return the same stretches without files."""
         stretches = copy.copy(self)
         stretches._traced = dataclasses.replace(self._traced, files=None)
@@ -107,13 +115,7 @@ class TrainingStretches:
             StretchChoice(component, self._chains[component].untiled(first, last))
             for _, component, first, last in self._intervals()
         ]
-        saved = [
-            (
-                (self.moments.saved(number, number), choice.blocks.saved_bytes),
-                (self.moments.waiting_updates(number), self._update_bytes(choice)),
-            )
-            for number, choice in enumerate(choices)
-        ]
+        saved = [list(self._saved(number, choice)) for number, choice in enumerate(choices)]
         trace, pool = original_allocations(self._traced), ExactAllocator()
         pool.map(self._traced.held_bytes)
         peaks = self.moments.peaks(replay(trace.events, pool).timeline, {})
@@ -123,6 +125,16 @@ class TrainingStretches:
             for moments in (self.moments.forward(number, number + 1), self.moments.backward(number, number + 1)):
                 usage[moments] += np.maximum(others[moments], 0.0)
             yield Stretch(number, number + 1, [Option(choice.blocks.seconds, usage, choice)])
+
+    def _saved(self, number: int, choice: StretchChoice) -> Iterator[tuple[slice, float]]:
+        """Yield the bytes of the results of an untiled interval, with the moments at which they are in memory."""
+        blocks, batch = choice.blocks, self._traced.batch
+        yield self.moments.saved(number, number), blocks.saved_bytes
+        yield self.moments.waiting_updates(number), self._update_bytes(choice)
+        nodes = self._chains[choice.component].component.nodes[blocks.first : blocks.last]
+        for tensor in (node.out(index) for node in nodes for index in range(len(node.outputs))):
+            if (last := self._last_reads.get(tensor, number)) > number:
+                yield slice(number, last + 1), tensor.num_bytes(batch)
 
     def _update_bytes(self, choice: StretchChoice) -> int:
         """Return the bytes of gradients of weights, sums over the image, that untiled blocks compute."""
@@ -154,12 +166,13 @@ class TrainingStretches:
 
     def _ways(self, component: int, tiling: SegmentTiling, begin: int, end: int) -> Iterator[Option]:
         """Yield a segment in more and more tiles, with none, one, ... of its candidates checkpointed."""
-        lowest, fastest, coarsest = math.inf, math.inf, None
+        lowest, fastest, coarsest, grown = math.inf, math.inf, None, 0
         for grid in tiling.grids:
             choice = tiling.choice(grid)
             num_bytes = choice.working_bytes + choice.saved_bytes
             coarsest = coarsest or choice.seconds
-            if num_bytes > MAX_BYTES_GROWTH * lowest or choice.seconds > MAX_SECONDS_GROWTH * coarsest:
+            grown = grown + 1 if num_bytes > MAX_BYTES_GROWTH * lowest else 0
+            if grown > MAX_GROWN or choice.seconds > MAX_SECONDS_GROWTH * coarsest:
                 return
             if num_bytes > (1 - MIN_BYTES_SAVED) * lowest and choice.seconds >= fastest:
                 continue
@@ -188,7 +201,7 @@ class TrainingStretches:
 
     def _in_file(self, num_bytes: int) -> bool:
         """Return whether a tensor of this size may lie in a file."""
-        return self._traced.files is not None and num_bytes >= MIN_FILE_BYTES
+        return self._traced.files is not None and self._traced.files.takes(num_bytes)
 
     def _file_seconds(self, num_bytes: int, reads: int, writes: int = 1) -> float:
         """Return the time that a file takes for a tensor that loops write, and read some times."""
@@ -197,6 +210,9 @@ class TrainingStretches:
     def _homes(self, segment: Segment, begin: int, end: int) -> list[list[Option]]:
         """Return the homes of the results of a segment, and of the gradients that it reads and computes."""
         moments, homes = self.moments, list[list[Option]]()
+        if not moments.has_backward:
+            alive = itertools.chain(self._entries(segment, begin, end), self._exits(segment, begin, end))
+            return [[Option(0.0, moments.usage(*alive))]]
         read_backward = {tensor for node in segment.backward for tensor in node.inputs}
         for tensor in segment.exits:
             resident = moments.saved(begin, begin if tensor in read_backward else end)
@@ -208,6 +224,23 @@ class TrainingStretches:
         ]
         homes += [self._places(tensor, backward, reads=0, writes=1) for tensor in segment.grad_exits]
         return homes
+
+    def _entries(self, segment: Segment, begin: int, end: int) -> Iterator[tuple[slice, float]]:
+        """Yield the bytes that the entries of a segment without gradients take while it runs, where no other op does.
+
+        An op before the segment pays until the last moment at which the original step reads an entry.
+        """
+        operands = (tensor for tensor in map(loop_operand, segment.entries) if allocates(tensor.node))
+        for tensor in dict.fromkeys(operands):
+            is_paid = tensor.node.name in self.moments.of_op
+            first = max(self._last_reads.get(tensor, begin) + 1, begin) if is_paid else begin
+            yield slice(first, max(first, end)), tensor.num_bytes(self._traced.batch)
+
+    def _exits(self, segment: Segment, begin: int, end: int) -> Iterator[tuple[slice, float]]:
+        """Yield the bytes of the results of a segment without gradients until the last op that reads each."""
+        for tensor in segment.exits:
+            last = max(self._last_reads.get(tensor, end - 1), end - 1)
+            yield slice(begin, last + 1), tensor.num_bytes(self._traced.batch)
 
     def _places(self, tensor: Tensor, resident: slice, reads: int, writes: int) -> list[Option]:
         """Return a tensor in memory, and in a file if that is allowed."""
@@ -242,6 +275,29 @@ class TrainingStretches:
                     moments = self.moments.backward if loop.backward else self.moments.forward
                     result[names[plan.segment.name, loop.name]] = moments(stretch.begin, stretch.end)
         return result
+
+
+def _last_reads(analysis: GraphAnalysis, moments: StepMoments) -> dict[Tensor, int]:
+    """Return for each tensor of a step without gradients the moment at which its memory is read last.
+
+    An op that belongs to no interval counts at the moment of the op before it.
+    """
+    last = dict.fromkeys(analysis.graph.outputs, moments.count - 1)
+    of_node, now = dict[Node, int](), 0
+    for node in analysis.order:
+        now = max(now, moments.of_op.get(node.name, now))
+        of_node[node] = now
+    for node in reversed(analysis.order):
+        # A consumer of a forwarded buffer reads the original.
+        until = last.get(node.out(), 0) if forwards_input_buffer(node) else 0
+        for tensor in () if reads_shape_only(node) else node.inputs:
+            last[tensor] = max(last.get(tensor, 0), until, of_node[node])
+    return {tensor: moment for tensor, moment in last.items() if _is_allocated(tensor.node)}
+
+
+def _is_allocated(node: Node) -> bool:
+    """Return whether the result of an op has memory of its own."""
+    return allocates(node) and not forwards_input_buffer(node)
 
 
 def _choices(path: Path) -> list[StretchChoice]:

@@ -1,9 +1,10 @@
-"""Blocks of a component in a training step: what they save for the backward pass, and the ways to tile them."""
+"""Blocks of a component: what they save for the backward pass, and the ways to tile them."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -12,6 +13,7 @@ import numpy as np
 
 from rewriters.analysis.autodiff_roles import reads_shape_only
 from rewriters.analysis.graph_analysis import GraphAnalysis
+from rewriters.device.op_buffers import may_run_in_place
 from rewriters.errors import NotTileableError
 from rewriters.ir.graph import Node, Tensor
 from rewriters.rules.registry import TileKind, find_rule
@@ -51,20 +53,23 @@ class SegmentTiling(Protocol):
 MAX_CUTS = 8
 """Most positions between the ends of a component where a segment may end, in a search for tiles as well."""
 
+MAX_CUTS_WITHOUT_GRADIENTS, CUTS_OF_STEP = 6, 24
+"""The same in a step without gradients, and such positions of all components, which share them by their time."""
+
 MAX_OPS_ACROSS_CUTS = 80
 """Forward ops of a segment that goes past a cut. With more ops longer halos cost much, and one saved tensor less saves
 little.
 """
 
 
-class TrainingBlocks:
-    """A component of a training step as a chain of blocks.
+class BlockChain:
+    """A component as a chain of blocks.
 
     Args:
         traced: The step.
         component: The component.
         max_cuts: Places in the component where a segment may end; a longer network has them spread over the bytes that
-            it saves.
+            it saves, or over its time if it saves none.
 
     Attributes:
         component: The component.
@@ -73,7 +78,10 @@ class TrainingBlocks:
 
     def __init__(self, traced: TracedStep, component: TileableComponent, max_cuts: int = MAX_CUTS) -> None:
         self.component = component
-        self.bounds = _bounds(traced, component, max_cuts)
+        if traced.analysis.backward:
+            self.bounds = _bounds(traced, component, max_cuts)
+        else:
+            self.bounds = _bounds_without_gradients(traced, component)
         self._traced = traced
         self._estimates = EstimateCache()
 
@@ -105,7 +113,8 @@ class TrainingBlocks:
 
     def _is_too_long(self, first: int, last: int) -> bool:
         """Return whether blocks are too many for a segment that goes past a cut."""
-        return last - first > MAX_OPS_ACROSS_CUTS and self.bounds.index(last) > self.bounds.index(first) + 1
+        is_long = last - first > MAX_OPS_ACROSS_CUTS and bool(self._traced.analysis.backward)
+        return is_long and self.bounds.index(last) > self.bounds.index(first) + 1
 
     def tilings(self, first: int, last: int) -> Sequence[SegmentTiling]:
         """Return the ways to tile the blocks; none if they are no segment, or too long a one."""
@@ -113,7 +122,8 @@ class TrainingBlocks:
             return []
         with contextlib.suppress(NotTileableError):
             segment = try_segment(self._traced.analysis, self.component, range(first, last), set(), "candidate")
-            return segment_tilings(self._traced, segment, (first, last), self._estimates)
+            is_last = last == len(self.component.nodes)
+            return segment_tilings(self._traced, segment, (first, last), self._estimates, is_last=is_last)
         return []
 
 
@@ -142,6 +152,47 @@ def _bounds(traced: TracedStep, component: TileableComponent, max_cuts: int) -> 
     stretch_bytes = -(-int(saved_before[-1] + 1) // (max_cuts * block)) * block
     cuts = select_cuts(ends, (*ends, *inner), lambda cut: int(saved_before[cut] // stretch_bytes), num_bytes, max_cuts)
     return [0, *(cut + 1 for cut in cuts), size]
+
+
+def _bounds_without_gradients(traced: TracedStep, component: TileableComponent) -> list[int]:
+    """Return the ends of a component, and some places between its ops, across which any number of tensors is read.
+
+    A stretch of the network, of which the smallest cut is taken, takes about as long as each other.
+    """
+    nodes = component.nodes
+    share = traced.costs.step(nodes) / traced.seconds
+    count = min(math.ceil(CUTS_OF_STEP * share), MAX_CUTS_WITHOUT_GRADIENTS)
+    num_bytes = _bytes_between(traced, component)
+    cuts = [p for p in range(len(nodes) - 1) if not _is_overwritten(traced, component, p)]
+    extremes = [list(group)[-1] for _, group in itertools.groupby(cuts, key=num_bytes.__getitem__)]
+    seconds = np.cumsum([traced.costs.op(node) for node in nodes])
+
+    def stretch(cut: int) -> int:
+        return int(seconds[cut] * count / (seconds[-1] * 1.001))
+
+    selected = select_cuts(extremes, reversed(cuts), stretch, num_bytes, count)
+    return [0, *(cut + 1 for cut in selected), len(nodes)]
+
+
+def _bytes_between(traced: TracedStep, component: TileableComponent) -> dict[int, int]:
+    """Return for each position the bytes of the results of ops up to it that later ops of the component read."""
+    analysis, batch = traced.analysis, traced.batch
+    position = {node: number for number, node in enumerate(component.nodes)}
+    change = [0] * (len(position) + 1)
+    for node, number in position.items():
+        for tensor in (node.out(index) for index in range(len(node.outputs))):
+            last = max((position.get(r, -1) for r, _ in analysis.consumers.get(tensor, ())), default=-1)
+            if last > number:
+                change[number] += tensor.num_bytes(batch)
+                change[last] -= tensor.num_bytes(batch)
+    return dict(enumerate(itertools.accumulate(change[:-1])))
+
+
+def _is_overwritten(traced: TracedStep, component: TileableComponent, position: int) -> bool:
+    """Return whether the only consumer of an op may run in place, such as an activation after a bias."""
+    node = component.nodes[position]
+    consumers = {consumer for consumer, _ in traced.analysis.consumers.get(node.out(), ())}
+    return len(consumers) == 1 and all(map(may_run_in_place, consumers))
 
 
 def _saved(analysis: GraphAnalysis, node: Node) -> list[Tensor]:
