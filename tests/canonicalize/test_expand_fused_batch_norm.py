@@ -66,7 +66,7 @@ def test_fused_batch_norm_on_tiles_equals_original(is_training, factor, known_ba
     fused = Fused(is_training, factor, layout)
     images = tf.constant(np.random.RandomState(1).normal(size=(3, 14, 11, 2)), tf.float32)
     spec = images if known_batch else tf.TensorSpec((None, 14, 11, 2))
-    fast = tflms_sft.rewrite(fused.step, tflms_sft.SFTParams(num_tiles=(3, 2)), spec)
+    fast = tflms_sft.rewrite(fused.step, tflms_sft.SFTParams(num_tiles=(3, 2), memory_capacity=1), spec)
     (segment,) = fast.plan.segments
     assert all("Mean: it reduces over the image" in reason for _, reason in fast.plan.left_alone)
     assert segment.num_loops > 2 if is_training else segment.num_loops == 2

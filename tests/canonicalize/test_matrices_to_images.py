@@ -79,7 +79,7 @@ def test_fold_matrices_images_of_different_sizes_stay_exact(loss_of, known):
 
     x = numbers(3, 12, 12, 2)
     spec = x if known else tf.TensorSpec((None, 12, 12, 2), x.dtype)
-    fast = tflms_sft.rewrite(step, tflms_sft.SFTParams(num_tiles=(3, 2)), spec)
+    fast = tflms_sft.rewrite(step, tflms_sft.SFTParams(num_tiles=(3, 2), memory_capacity=1), spec)
     assert fast.plan.segments
     pairs = zip(tf.nest.flatten(fast(x)), tf.nest.flatten(step(x)), strict=True)
     assert max(error(got, want) for got, want in pairs) < TOLERANCE

@@ -65,7 +65,7 @@ REPLICAS = """
             return strategy.reduce("MEAN", results["loss"], axis=None)
 
         if rewritten:
-            step = tflms_sft.rewrite(step, tflms_sft.SFTParams(num_tiles=(2, 2)), images, labels)
+            step = tflms_sft.rewrite(step, tflms_sft.SFTParams(num_tiles=(2, 2), memory_capacity=1), images, labels)
             segments = step.plan.segments
             graph = step.concrete_function.graph
             starts = [op for op in graph.get_operations() if op.name.endswith("/start")]

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tflms_sft._search.path_beam import PathBeam
 from tflms_sft._search.priced_paths import PricedPaths
 from tflms_sft._search.stretch_graph import Option, Path, Step, Stretch
 
@@ -126,3 +127,36 @@ def test_prices_are_zero_without_a_limit():
     fastest = min(map(path_of, all_paths(random_problem(1), 5)), key=lambda path: path.seconds)
     assert solution.path.seconds == pytest.approx(fastest.seconds)
     assert solution.bound == pytest.approx(solution.path.seconds) and not solution.prices.any()
+
+
+@pytest.mark.parametrize("fraction", [0.05, 0.3, 0.7])
+def test_beam_finds_paths_that_fit_and_are_near_the_optimum(fraction):
+    ratios = []
+    for seed in range(10):
+        stretches = random_problem(seed, frontiers=4)
+        paths = [path_of(steps) for steps in all_paths(stretches, 4)]
+        limits = limits_of(paths, fraction, 8)
+        optimum = min(path.seconds for path in paths if fits(path, limits))
+        priced = PricedPaths(stretches)
+        found = PathBeam(priced.graph, priced.fastest_within(limits).prices, limits).fastest()
+        assert found is not None
+        path = priced.graph.path(found)
+        again = path_of(path.steps)
+        assert fits(again, limits) and [path.seconds, *path.usage] == pytest.approx([again.seconds, *again.usage])
+        assert path.steps[0].stretch.begin == 0 and path.steps[-1].stretch.end == 4
+        ratios.append(path.seconds / optimum)
+    assert min(ratios) >= 1 - 1e-9 and np.mean(ratios) < 1.1
+
+
+def test_beam_without_a_path_that_fits_finds_none():
+    graph = PricedPaths(random_problem(0)).graph
+    assert PathBeam(graph, np.ones(10), np.full(10, 1e-3)).fastest() is None
+
+
+def test_least_usage_of_paths_is_that_of_all_paths_at_each_moment():
+    stretches = random_problem(3, frontiers=3)
+    least = PricedPaths(stretches).graph.least_usage()
+    for frontier in range(3):
+        paths = [path_of(steps) for steps in all_paths(stretches, 3, frontier)]
+        assert least[frontier] == pytest.approx(np.min([path.usage for path in paths], axis=0))
+    assert not least[3].any()

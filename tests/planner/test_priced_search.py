@@ -75,11 +75,11 @@ def test_paths_that_another_limit_has_modelled_correct_the_next_ones(searched, m
 
 def test_corrections_of_time_move_the_path_and_can_be_forgotten(searched):
     _, search, _ = searched
-    priced, count, moments = search._priced, search._stretches.moments.count, search._stretches.moments
+    priced, count = search._priced, search._stretches.moments.count
     limits = np.full(count, 0.6 * searched[0].plain.peak.peak_bytes)
     before = priced.fastest_within(limits).path
     slower = [10 * before.seconds] * len(before.steps)
-    priced.graph.correct(before, np.zeros(count), moments, lambda one: (one.begin, one.end), slower)
+    priced.graph.correct_seconds(before, slower)
     after = priced.fastest_within(limits).path
     assert before.seconds < after.seconds < 10 * before.seconds
     priced.graph.forget_corrections()
@@ -114,7 +114,7 @@ def test_corrections_move_the_path_and_can_be_forgotten(searched):
     priced, count = search._priced, search._stretches.moments.count
     limits = np.full(count, 0.5 * searched[0].plain.peak.peak_bytes)
     before = priced.fastest_within(limits).path
-    priced.graph.correct(before, limits, search._stretches.moments, lambda stretch: (stretch.begin, stretch.end))
+    priced.graph.correct(before, limits, search._stretches.moments)
     after = priced.fastest_within(limits).path
     assert after is None or {id(step.stretch) for step in after.steps}.isdisjoint(id(s.stretch) for s in before.steps)
     priced.graph.forget_corrections()

@@ -2,7 +2,8 @@
 
 A path of `barrier_stretches.py` fixes the loops: which levels stay untiled, and which tensors are stored, dropped, or
 in files. The tiles of its loops are those with which the memory model of the whole step stays within the limit
-(`tiled_loops.py`). The bytes that the model sees beside the iterations correct the stretches of the next path.
+(`tiled_loops.py`). The bytes that the model sees beyond the sums, such as fragmentation, differ little from path to
+path: the next one is sought within limits that are lower by so much at each moment.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from tflms_sft._search.segment_tilings import LoopEstimates
 from tflms_sft._search.stretch_graph import Path
 from tflms_sft._search.traced_step import Candidate, TracedStep
 
-SUM_FRACTIONS = ((1.0, 4), (0.9, 4), (0.8, 2), (0.65, 2), (0.5, 1), (0.35, 1))
-"""Limits of the sums, over the limit of the step, for which a first path is sought; and paths that are modelled.
+MAX_PATHS = 10
+"""Paths that are modelled for a limit."""
 
-Each path corrects the sums of the next.
+TIGHTENING, MIN_TIGHTNESS = 0.95, -2
+"""Limit of the sums over the one before, after a path that does not fit although the bytes that sums lack are known.
+
+Its exponent is negative, down to the minimum, where a path that fits is found again.
 """
-
-MAX_FITTING = 8
-"""Plans that fit a limit after which no more are sought."""
 
 MAX_STALE_PLANS, STALE_TIME_RATIO = 2, 0.99
 """Plans in a row that fit, and their time over the least before them, after which no more are sought."""
 
-SMALL_GAP = 0.02
+SMALL_GAP = 0.01
 """Time of the best plan above the bound of the sums, over the bound, at which the search ends."""
 
 MAX_EXCESS = 1.005
@@ -82,7 +83,7 @@ class BarrierSearch:
         if self._traced.plain.peak.peak_bytes <= target:
             return self._traced.plain
         if target not in self._searched and target > self._traced.held_bytes:
-            self._model_paths(target, 1.0, MAX_PROPOSED, {})
+            self._model_paths(target, MAX_PROPOSED)
         return self._best(target) or self.smallest
 
     def fastest_within(self, limit: int) -> Candidate | None:
@@ -128,45 +129,49 @@ class BarrierSearch:
         """Model paths for a limit, then the plans of families, and the fastest of all with carried halos."""
         if limit <= self._traced.held_bytes:
             return
-        modelled: dict[LevelPlan, float] = {}
-        for fraction, count in SUM_FRACTIONS:
-            bound = self._model_paths(limit, fraction, count, modelled)
-            if min(modelled.values(), default=np.inf) <= (1 + SMALL_GAP) * bound:
-                break
-        self._model_families(limit, min(modelled.values(), default=np.inf))
+        self._model_families(limit, self._model_paths(limit, MAX_PATHS))
         fastest = self._best(limit)
         if fastest is not None and fastest.plans:
             self._try_carried_halos(fastest, limit)
 
-    def _model_paths(self, limit: int, fraction: float, count: int, modelled: dict[LevelPlan, float]) -> float:
-        """Model paths, each with the corrections of those before it, until none promises a faster plan.
+    def _model_paths(self, limit: int, count: int) -> float:
+        """Model paths, each for the limit less the bytes that the sums of those before it lack.
 
         Args:
             limit: Limit of the step in bytes.
-            fraction: Limit of the sums of the first path, over that of the step.
             count: Maximum number of paths.
-            modelled: Time of the step in seconds by plan, infinity for a plan that does not fit; paths are added.
 
         Returns:
-            Lower bound of the time of all paths, by the sums with the corrections of the last one.
+            Time of the fastest step that fits in seconds, infinity if none does.
         """
-        limits = np.full(self._levels.moments_count, limit - self._traced.held_bytes)
+        available = np.full(self._levels.moments_count, float(limit - self._traced.held_bytes))
         self._priced.graph.forget_corrections()
-        seen, bound, prices = set[LevelPlan](), 0.0, None
-        for number in range(count):
-            solution = self._priced.fastest_within(limits * (1.0 if number else fraction), prices)
-            bound, prices = self._stretches.outside_seconds + solution.bound, solution.prices
-            fitting = [seconds for seconds in modelled.values() if seconds < np.inf]
-            if solution.path is None or bound >= min(fitting, default=np.inf) or _is_settled(fitting):
-                break
+        lacking, tightness = np.zeros(len(available)), -1
+        modelled, fitting = dict[LevelPlan, float](), list[float]()
+        for _ in range(count):
+            limits = available * TIGHTENING ** max(tightness, MIN_TIGHTNESS) - lacking
+            solution = self._priced.fastest_within(np.maximum(limits, 0.0) if lacking.any() else available)
+            if solution.path is None:
+                lacking /= 2
+                continue
             plan = self._stretches.plan(solution.path)
-            if plan in seen:
-                break
-            seen.add(plan)
+            if modelled.get(plan, np.inf) < np.inf:
+                if tightness == MIN_TIGHTNESS:
+                    break
+                tightness = min(tightness, 0) - 1
+                continue
+            tightness = max(tightness, -1) + 1
             if plan not in modelled:
                 modelled[plan] = self._model(plan, limit)
-            self._correct(solution.path, plan)
-        return bound
+                new = np.maximum(self._lacking(solution.path, plan), 0.0)
+                lacking = (lacking + new) / 2 if lacking.any() else new
+            if modelled[plan] < np.inf:
+                tightness = 0
+                fitting.append(modelled[plan])
+            bound = self._stretches.outside_seconds + solution.bound
+            if _is_settled(fitting) or min(fitting, default=np.inf) <= (1 + SMALL_GAP) * bound:
+                break
+        return min(fitting, default=np.inf)
 
     def _model_families(self, limit: int, best: float) -> None:
         """Model the plans with all levels in tiles that save all tensors of a family, unless slower than `best`.
@@ -216,11 +221,11 @@ class BarrierSearch:
             self._plans[plan] = LoopsWithin(dataclasses.replace(traced, files=files), self._estimates, segment)
         return self._plans[plan]
 
-    def _correct(self, path: Path, plan: LevelPlan) -> None:
-        """Correct the stretches of a path by what their sums lack of its loops.
+    def _lacking(self, path: Path, plan: LevelPlan) -> np.ndarray:
+        """Return the bytes that the sums of a path lack at each moment, in small iterations.
 
-        These are bytes in small iterations, and time in the fewest tiles: a loop between levels of another family reads
-        other tensors than one among levels of its own.
+        The time of its stretches is corrected, in the fewest tiles: a loop between levels of another family reads other
+        tensors than one among levels of its own.
         """
         stretches, levels, candidate = self._stretches, self._levels, self._in_small_iterations(plan)
         of_loop, coarsest = dict[str, slice](), np.zeros(levels.moments_count)
@@ -230,15 +235,15 @@ class BarrierSearch:
             of_loop |= {name: slice(moments[n], moments[n] + 1) for name, n in numbers.items()}
             np.add.at(coarsest, moments, self._loops(plan).coarsest_seconds())
         peaks = levels.moments.peaks(candidate.peak.timeline, of_loop)
-        lacking = np.nan_to_num(peaks - self._traced.held_bytes - stretches.usage_in_small_iterations(path))
-        seconds = stretches.seconds_beyond(path, coarsest)
-        self._priced.graph.correct(path, lacking, levels.moments, stretches.bounds, seconds)
+        lacking: np.ndarray = np.nan_to_num(peaks - self._traced.held_bytes - stretches.usage_in_small_iterations(path))
+        self._priced.graph.correct_seconds(path, stretches.seconds_beyond(path, coarsest))
+        return lacking
 
 
 def _is_settled(seconds: Sequence[float]) -> bool:
-    """Return whether enough plans are modelled, given the time of each that fits in the order of the search."""
+    """Return whether the last plans gain little, given the time of each that fits in the order of the search."""
     before, last = seconds[:-MAX_STALE_PLANS], seconds[-MAX_STALE_PLANS:]
-    return len(seconds) >= MAX_FITTING or (bool(before) and min(last) > STALE_TIME_RATIO * min(before))
+    return bool(before) and min(last) > STALE_TIME_RATIO * min(before)
 
 
 def _rank(candidate: Candidate) -> tuple[float, int]:

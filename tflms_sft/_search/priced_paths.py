@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from tflms_sft._search.path_beam import PathBeam
 from tflms_sft._search.path_exchanges import PathExchanges
 from tflms_sft._search.stretch_graph import Path, Picks, Stretch, StretchGraph
 
@@ -36,6 +37,12 @@ PATIENCE = 6
 
 SMALL_GAP = 0.005
 """Distance of plan and bound, over the bound, at which the search ends."""
+
+WIDE_GAP = 0.05
+"""Distance of plan and bound, over the bound, above which a beam search seeks a faster plan."""
+
+BEAM_FACTORS = (1.0, 0.5, 2.0)
+"""Multiples of the prices for beam searches: paths at higher prices leave more room to the stretches at their end."""
 
 WORTH_IMPROVING = 1.1
 """Time of a path that fits, over the least so far, up to which it is improved."""
@@ -103,6 +110,9 @@ class PricedPaths:
         best, bound, raised = self._ascent(limits, np.zeros(len(limits)) if prices is None else prices, rounds)
         if best is None or best.seconds - bound > SMALL_GAP * abs(bound):
             best = self._with_repairs(best, raised, limits)
+        for factor in BEAM_FACTORS:
+            if best is None or best.seconds - bound > WIDE_GAP * abs(bound):
+                best = self._with_beam(best, raised[-1][1], limits, factor)
         return Solution(None if best is None else self.graph.path(best), bound, raised[-1][1])
 
     def near(self, path: Path, limits: np.ndarray, prices: np.ndarray) -> Path:
@@ -172,6 +182,13 @@ class PricedPaths:
                 best = min(filter(None, (best, self._exchanges.improved(repaired, prices, limits))), key=_rank)
             elif best is None:
                 break
+        return best
+
+    def _with_beam(self, best: Picks | None, prices: np.ndarray, limits: np.ndarray, factor: float) -> Picks | None:
+        """Return the faster of a path and of the one that a beam search finds at a multiple of the prices."""
+        path = PathBeam(self.graph, factor * prices, limits).fastest()
+        if path is not None:
+            best = min(filter(None, (best, self._exchanges.improved(path, prices, limits))), key=_rank)
         return best
 
     def _cheapest(self, prices: np.ndarray) -> Picks:

@@ -208,7 +208,7 @@ class PricedSearch:
             lacking = np.nan_to_num(peaks - self._traced.held_bytes - sums)
             self._paths[_key(path)] = ModelledPath(path, candidate.time_ratio, candidate.peak.peak_bytes, lacking)
         lacking = self._paths[_key(path)].lacking
-        self._priced.graph.correct(path, lacking, stretches.moments, lambda stretch: (stretch.begin, stretch.end))
+        self._priced.graph.correct(path, lacking, stretches.moments)
 
     def _planned(self, path: Path) -> tuple[Candidate, dict[str, slice]]:
         """Return the plan of a path with its prediction, and the moments of its loops."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -49,10 +49,6 @@ class Stretch:
     end: int
     ways: Sequence[Option]
     homes: Sequence[Sequence[Option]] = ()
-
-
-SpanOf = Callable[[Stretch], tuple[int, int]]
-"""Returns the first interval of a stretch, and one past its last."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -117,6 +113,7 @@ class StretchGraph:
 
     Attributes:
         stretches: Stretches by number.
+        last: The last frontier.
         leaving: For each frontier, the numbers of the stretches that begin there, each with its end.
         groups: For each stretch, the first option of its ways and one past the last, then those of each tensor's homes.
         counts: Number of groups of each stretch.
@@ -131,7 +128,7 @@ class StretchGraph:
     def __init__(self, stretches: Sequence[Stretch]) -> None:
         self.stretches = sorted(stretches, key=lambda stretch: stretch.begin)
         self._numbers = {id(stretch): number for number, stretch in enumerate(self.stretches)}
-        self._last = max(stretch.end for stretch in stretches)
+        self.last = max(stretch.end for stretch in stretches)
         of_stretch = [(stretch.ways, *stretch.homes) for stretch in self.stretches]
         groups = {id(group): group for group in itertools.chain(*of_stretch)}  # Stretches may share them.
         self._options = [option for group in groups.values() for option in group]
@@ -149,14 +146,12 @@ class StretchGraph:
         self.counts = list(map(len, self.groups))
         ends = list(itertools.accumulate(self.counts, initial=0))
         self._stretch_begins, self.spans = np.array(ends[:-1]), [slice(*span) for span in itertools.pairwise(ends)]
-        self.leaving: list[list[tuple[int, int]]] = [[] for _ in range(self._last)]
+        self.leaving: list[list[tuple[int, int]]] = [[] for _ in range(self.last)]
         for number, stretch in enumerate(self.stretches):
             self.leaving[stretch.begin].append((number, stretch.end))
 
-    def correct(
-        self, path: Path, bytes_at: np.ndarray, moments: StepMoments, span: SpanOf, seconds: Sequence[float] = ()
-    ) -> None:
-        """Add bytes and seconds to all ways of the stretches of a path, in the place of earlier ones.
+    def correct(self, path: Path, bytes_at: np.ndarray, moments: StepMoments) -> None:
+        """Add bytes to all ways of the stretches of a path, in the place of earlier ones.
 
         Paths found from then on include them.
 
@@ -164,17 +159,20 @@ class StretchGraph:
             path: A path.
             bytes_at: Bytes at each moment; a stretch gets those at its own moments.
             moments: Moments of the step.
-            span: Returns the first interval of a stretch, and one past its last.
-            seconds: Seconds of each stretch; by default none.
         """
-        for number, stretch in enumerate(step.stretch for step in path.steps):
+        for stretch in (step.stretch for step in path.steps):
             (begin, end), *_ = self.groups[self._numbers[id(stretch)]]
             self.usage[begin:end] = self._sums[begin:end]
-            for covered in (moments.forward(*span(stretch)), moments.backward(*span(stretch))):
+            for of_pass in (moments.forward, moments.backward):
+                covered = of_pass(stretch.begin, stretch.end)
                 self.usage[begin:end, covered] += bytes_at[covered]
-            if seconds:
-                self.seconds[begin:end] = self._times[begin:end] + seconds[number]
         self._known_changes = None
+
+    def correct_seconds(self, path: Path, seconds: Sequence[float]) -> None:
+        """Add seconds to all ways of each stretch of a path, in the place of earlier ones."""
+        for stretch, added in zip((step.stretch for step in path.steps), seconds, strict=True):
+            (begin, end), *_ = self.groups[self._numbers[id(stretch)]]
+            self.seconds[begin:end] = self._times[begin:end] + added
 
     def forget_corrections(self) -> None:
         """Undo all corrections."""
@@ -214,6 +212,22 @@ class StretchGraph:
         until_end = np.cumsum(prices[::-1])[::-1]
         return self.seconds + np.bincount(options, changes * until_end[moments], len(self.seconds))
 
+    def sums(self, of_chosen: np.ndarray) -> np.ndarray:
+        """Return sums over the options of each stretch, given a row for each group of the stretches, in order."""
+        result: np.ndarray = np.add.reduceat(of_chosen, self._stretch_begins)
+        return result
+
+    def least_usage(self) -> np.ndarray:
+        """Return the least bytes at each moment of all paths from each frontier on, of each moment by itself."""
+        groups = np.minimum.reduceat(self.usage, self.group_begins)
+        stretches = self.sums(groups[self.group_numbers])
+        least = np.full((self.last + 1, self.usage.shape[1]), np.inf)
+        least[self.last] = 0.0
+        for frontier in reversed(range(self.last)):
+            for number, end in self.leaving[frontier]:
+                np.minimum(least[frontier], stretches[number] + least[end], out=least[frontier])
+        return least
+
     @property
     def _changes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Options whose bytes change at a moment, these moments, and the changes."""
@@ -226,13 +240,13 @@ class StretchGraph:
     def shortest(self, costs: np.ndarray) -> Picks:
         """Return the shortest path if each option has a cost of its own."""
         chosen = self.cheapest_options(costs)
-        lengths = np.add.reduceat(costs[chosen], self._stretch_begins).tolist()
-        total, before = [0.0, *[np.inf] * self._last], [-1] * (self._last + 1)
+        lengths = self.sums(costs[chosen]).tolist()
+        total, before = [0.0, *[np.inf] * self.last], [-1] * (self.last + 1)
         for so_far, leaving in zip(total, self.leaving, strict=False):  # `total` changes.
             for number, end in leaving:
                 if so_far + lengths[number] < total[end]:
                     total[end], before[end] = so_far + lengths[number], number
-        numbers, end = list[int](), self._last
+        numbers, end = list[int](), self.last
         while end > 0:
             numbers.append(before[end])
             end = self.stretches[numbers[-1]].begin
