@@ -144,32 +144,23 @@ class BarrierSearch:
         Returns:
             Time of the fastest step that fits in seconds, infinity if none does.
         """
-        available = np.full(self._levels.moments_count, float(limit - self._traced.held_bytes))
         self._priced.graph.forget_corrections()
-        lacking, tightness = np.zeros(len(available)), -1
+        limits = _SumLimits(np.full(self._levels.moments_count, float(limit - self._traced.held_bytes)))
         modelled, fitting = dict[LevelPlan, float](), list[float]()
         for _ in range(count):
-            limits = available * TIGHTENING ** max(tightness, MIN_TIGHTNESS) - lacking
-            solution = self._priced.fastest_within(np.maximum(limits, 0.0) if lacking.any() else available)
-            if solution.path is None:
-                lacking /= 2
-                continue
-            plan = self._stretches.plan(solution.path)
-            if modelled.get(plan, np.inf) < np.inf:
-                if tightness == MIN_TIGHTNESS:
-                    break
-                tightness = min(tightness, 0) - 1
-                continue
-            tightness = max(tightness, -1) + 1
-            if plan not in modelled:
+            solution = self._priced.fastest_within(limits.at_moments)
+            plan = None if solution.path is None else self._stretches.plan(solution.path)
+            if solution.path is None or plan is None:
+                may_go_on = limits.after_none()
+            elif plan in modelled:
+                may_go_on = limits.after_known(fits=modelled[plan] < np.inf)
+            else:
                 modelled[plan] = self._model(plan, limit)
-                new = np.maximum(self._lacking(solution.path, plan), 0.0)
-                lacking = (lacking + new) / 2 if lacking.any() else new
-            if modelled[plan] < np.inf:
-                tightness = 0
-                fitting.append(modelled[plan])
-            bound = self._stretches.outside_seconds + solution.bound
-            if _is_settled(fitting) or min(fitting, default=np.inf) <= (1 + SMALL_GAP) * bound:
+                limits.after(self._lacking(solution.path, plan), fits=modelled[plan] < np.inf)
+                fitting += [modelled[plan]] if modelled[plan] < np.inf else []
+                bound = self._stretches.outside_seconds + solution.bound
+                may_go_on = min(fitting, default=np.inf) > (1 + SMALL_GAP) * bound and not _is_settled(fitting)
+            if not may_go_on:
                 break
         return min(fitting, default=np.inf)
 
@@ -238,6 +229,45 @@ class BarrierSearch:
         lacking: np.ndarray = np.nan_to_num(peaks - self._traced.held_bytes - stretches.usage_in_small_iterations(path))
         self._priced.graph.correct_seconds(path, stretches.seconds_beyond(path, coarsest))
         return lacking
+
+
+class _SumLimits:
+    """Limits of the sums of the next path, by what the memory model said of those before it.
+
+    Args:
+        available: Bytes at each moment beside those that any plan holds.
+    """
+
+    def __init__(self, available: np.ndarray) -> None:
+        self._available = available
+        self._lacking: np.ndarray | None = None
+        self._tightness = 0
+
+    @property
+    def at_moments(self) -> np.ndarray:
+        """Limits at each moment."""
+        lacking = 0.0 if self._lacking is None else self._lacking
+        limits: np.ndarray = np.maximum(self._available * TIGHTENING**self._tightness - lacking, 0.0)
+        return limits
+
+    def after(self, lacking: np.ndarray, *, fits: bool) -> None:
+        """Take note of a path, of the bytes that its sums lack, and whether it fits."""
+        lacking, was_known = np.maximum(lacking, 0.0), self._lacking is not None
+        self._lacking = lacking if self._lacking is None else (self._lacking + lacking) / 2
+        self._tightness = max(self._tightness, 0) + 1 if was_known and not fits else 0
+
+    def after_known(self, *, fits: bool) -> bool:
+        """Change the limits, because a path was found again, and return whether they may be changed."""
+        self._tightness = min(self._tightness, 0) - 1 if fits else max(self._tightness, 0) + 1
+        return self._tightness >= MIN_TIGHTNESS
+
+    def after_none(self) -> bool:
+        """Raise the limits, because no path meets them; return whether they may be raised."""
+        self._tightness = 0
+        if self._lacking is None:
+            return False
+        self._lacking = self._lacking / 2
+        return True
 
 
 def _is_settled(seconds: Sequence[float]) -> bool:

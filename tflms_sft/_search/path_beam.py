@@ -62,11 +62,13 @@ class PathBeam:
         self._allowed = (1 + ROUNDING) * limits
         self._dear = np.flatnonzero(prices > 0) if prices.any() else np.arange(len(prices))
         self._least = graph.least_usage()
-        costs, free = graph.costs(prices), graph.seconds
-        bytes_at_prices = costs - free
-        choices = [*(free + factor * bytes_at_prices for factor in WAYS_FACTORS), graph.usage.sum(axis=1)]
+        costs, seconds = graph.costs(prices), graph.seconds
+        bytes_at_prices = costs - seconds
+        choices = [*(seconds + factor * bytes_at_prices for factor in WAYS_FACTORS), graph.usage.sum(axis=1)]
         self._chosen = [graph.cheapest_options(choice) for choice in choices]
-        sums = [[graph.sums(of_option[chosen]) for chosen in self._chosen] for of_option in (costs, free, graph.usage)]
+        sums = [
+            [graph.sums(of_option[chosen]) for chosen in self._chosen] for of_option in (costs, seconds, graph.usage)
+        ]
         self._costs, self._seconds, self._usage = (np.stack(of_factor) for of_factor in sums)
 
     def fastest(self) -> Picks | None:
