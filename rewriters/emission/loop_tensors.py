@@ -60,8 +60,10 @@ def loop_input_tensors(tile_loop: TileLoop, segment: Segment) -> list[Tensor]:
 
 def batch_source(tile_loop: TileLoop, segment: Segment) -> Tensor | None:
     """Return a tensor whose leading dimension is the run-time batch size; `None` if no image enters the loop."""
-    # The loop's own operands come first: entries of another device may have another batch size.
-    for candidates in (tile_loop.reads, segment.entries):
+    # Entries of another device may have another batch size.
+    devices = {node.device for node in tile_loop.body}
+    local = [tensor for tensor in segment.entries if tensor.node.device in devices]
+    for candidates in (tile_loop.reads, local, segment.entries):
         shaped = [(t.shape[BATCH_DIM], t) for t in candidates if t.shape and repeated_number(t) is None]
         unknown = [t for size, t in shaped if size is None]
         if shaped:

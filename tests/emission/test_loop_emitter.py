@@ -1,12 +1,17 @@
 """Ops in loop bodies: their order, and rows that a plan does not provide."""
 
+from types import SimpleNamespace
+
 import keras
 import pytest
+import tensorflow as tf
 from equivalence import Cut, find, keras_step, plan, rewrite_as
 from nets import conv
 
 import tflms_sft
+from rewriters.emission.loop_tensors import batch_source
 from rewriters.errors import RewriteError
+from rewriters.ir.graph import Node
 from rewriters.rules.intervals import Interval
 
 
@@ -42,3 +47,16 @@ def test_numbers_are_constants_of_the_iteration():
         if node.op == "Pow" and "gradient" not in node.name
     ]
     assert exponents and set(exponents) == {"Const"}
+
+
+def test_loop_without_images_has_the_batch_size_of_its_device():
+    """A loop that broadcasts a sum reads no image, and replicas may have batches of different sizes."""
+    first, second = (
+        Node(f"image{n}", "Placeholder", device=f"/CPU:{n}", outputs=[(tf.float32, (None, 8, 8, 3))]) for n in range(2)
+    )
+    segment = SimpleNamespace(entries=[first.out(), second.out()])
+    broadcast = Node("mean", "Tile", device="/CPU:1", outputs=[(tf.float32, (None, 8, 8, 3))])
+    assert batch_source(SimpleNamespace(reads=[], body=[broadcast]), segment) == second.out()
+    assert batch_source(SimpleNamespace(reads=[first.out()], body=[broadcast]), segment) == first.out()
+    elsewhere = Node("mean", "Tile", device="/CPU:2", outputs=[(tf.float32, (None, 8, 8, 3))])
+    assert batch_source(SimpleNamespace(reads=[], body=[elsewhere]), segment) == first.out()

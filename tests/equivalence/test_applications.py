@@ -92,7 +92,7 @@ def test_applications_float32_error_equals_plain_error(name: str) -> None:
     labels = tf.constant([1, 2])
     model = _trained(name, "float32")
     start, step, images = model.get_weights(), _gradients_of(model), tf.constant(noise, tf.float32)
-    fast = tflms_sft.rewrite(step, tflms_sft.SFTParams(num_tiles=(3, 2), memory_capacity=1), images, labels)
+    fast = tflms_sft.rewrite(step, tflms_sft.SFTParams(num_tiles=(3, 2)), images, labels)
     assert fast.plan.changed
     plain, tiled = (_one_step(model, start, function, images, labels) for function in (step, fast))
     shaken = [tf.constant(_shaken(noise, seed, np.float32), tf.float32) for seed in range(5)]
@@ -129,9 +129,11 @@ def test_applications_three_float64_steps_equal_plain(name: str) -> None:
 
     noise = 60 * _noise(name)
     images, shaken, labels = tf.constant(noise), tf.constant(_shaken(noise, 0, np.float64)), tf.constant([1, 2])
-    fast = tflms_sft.rewrite(step, tflms_sft.SFTParams(num_tiles=(3, 2), memory_capacity=1), images, labels)
-    if name in ("VGG16", "ConvNeXtTiny"):  # No barriers: one pair of loops, with halos larger than such images.
-        assert len(fast.plan.segments) == 1 and "normal" not in str(fast.plan.left_alone)
+    has_barriers = name not in ("VGG16", "ConvNeXtTiny")  # Of these only the first layers are worth tiles.
+    capacity = 1 if has_barriers else None
+    fast = tflms_sft.rewrite(step, tflms_sft.SFTParams(num_tiles=(3, 2), memory_capacity=capacity), images, labels)
+    if not has_barriers:
+        assert fast.plan.segments and "normal" not in str(fast.plan.left_alone)
     else:
         assert fast.plan.segments[0].num_loops > 60
         assert all("reduces over the image" in reason for _, reason in fast.plan.left_alone)  # InceptionV3 ends so.
