@@ -188,7 +188,7 @@ def test_fit_on_two_replicas_equals_plain():
     tiled, budget, swapped, both, *forward, plain, validated, loops = run(FIT, "normed").splitlines()
     for line in (tiled, budget):
         _, loops_in_backward, left, off = line.split()
-        assert int(loops_in_backward) >= 12 and int(loops_in_backward) % 2 == 0 and left == "0"
+        assert int(loops_in_backward) >= 8 and int(loops_in_backward) % 2 == 0 and left == "0"
         assert float(off) < 1e-10
     assert budget.split()[0] == "2", "a replica has half of the batch"
     for line, fewest in ((swapped, 12), (both, 4)):
