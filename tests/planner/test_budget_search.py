@@ -294,7 +294,9 @@ def test_fit_with_budget_equals_plain_training(body, part, capfd):
     for model, callbacks in zip(models, ([callback], []), strict=True):
         model.fit(data, labels, batch_size=4, epochs=2, callbacks=callbacks, shuffle=False, verbose=0)
     assert callback.plan.batch == 4 and not callback.plan.batch_is_fixed
-    assert callback.plan.swaps and "because" in capfd.readouterr().out
+    if body is volumetric:
+        assert callback.plan.swaps and "because" in capfd.readouterr().out
+    assert callback.plan.changed
     for a, b in zip(*(model.variables for model in models), strict=True):
         assert np.allclose(a, b, rtol=1e-4, atol=1e-5)
 
