@@ -11,7 +11,7 @@ from nets import bottlenecks, chain, u_net
 
 from rewriters.emission.file_buffers import FileBuffers
 from rewriters.tiling.tile_planner import Halo
-from tflms_sft._barriers.barrier_search import BarrierSearch
+from tflms_sft._barriers.barrier_search import BarrierSearch, _SumLimits
 from tflms_sft._barriers.barrier_stretches import LevelPlan
 from tflms_sft._barriers.barriers import Barriers
 from tflms_sft._barriers.step_levels import StepLevels
@@ -135,3 +135,25 @@ def test_results_in_files_lower_the_smallest_peak(tmp_path, set_min_file_bytes):
     assert search.fastest_within(limit).peak.peak_bytes <= limit
     homes = [home for stretch in search._stretches.stretches for group in stretch.homes for home in group]
     assert not np.any([home.usage for home in homes if home.choice in smallest.files.tensors])
+
+
+def test_limits_of_sums_fall_by_lacking_bytes_and_with_each_path_that_does_not_fit():
+    limits = _SumLimits(np.array([100.0, 200.0]))
+    assert limits.at_moments.tolist() == [100, 200]
+    limits.change(np.array([10.0, -5.0]), fits=False)
+    assert limits.at_moments.tolist() == [90, 200], "more bytes than the model counts raise no limit"
+    limits.change(np.array([20.0, 20.0]), fits=False)
+    assert limits.at_moments == pytest.approx([95 - 15, 190 - 10])
+    assert limits.change_for_known(fits=False)
+    assert limits.at_moments == pytest.approx([100 * 0.95**2 - 15, 200 * 0.95**2 - 10])
+    limits.change(np.array([15.0, 10.0]), fits=True)
+    assert limits.at_moments == pytest.approx([85, 190])
+
+
+def test_limits_of_sums_rise_a_little_where_a_path_is_found_again_or_none_is():
+    limits = _SumLimits(np.array([100.0]))
+    assert not limits.raise_for_none(), "a lower bound of bytes does not fit"
+    limits.change(np.array([40.0]), fits=True)
+    raised = [limits.change_for_known(fits=True) for _ in range(3)]
+    assert raised == [True, True, False]
+    assert limits.raise_for_none() and limits.at_moments.tolist() == [80]

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+from types import SimpleNamespace
 
 import keras
 import pytest
@@ -14,7 +15,7 @@ from keras import layers
 import tflms_sft
 from rewriters.estimates.op_cost import NOMINAL
 from tflms_sft import AutoParams, BudgetError, MemoryBudget
-from tflms_sft._planner.budget_search import least_memory, plans_within_budget
+from tflms_sft._planner.budget_search import _fastest_tiles, least_memory, plans_within_budget
 from tflms_sft._search.traced_step import analyse_step, seconds_of
 from tflms_sft._trace.step_tracing import trace_step
 
@@ -151,3 +152,21 @@ def test_plan_above_max_slowdown_is_refused_with_a_faster_budget():
 def test_max_slowdown_is_checked(given, error):
     with pytest.raises(error, match="`max_slowdown` must be a number from 1 on. Received: max_slowdown="):
         MemoryBudget("1GiB", max_slowdown=given)
+
+
+def test_smallest_plan_competes_with_a_slow_one():
+    class Search:
+        """A search that has a slow plan, until it models the smallest one."""
+
+        plans = [SimpleNamespace(time_ratio=5.0)]
+
+        @property
+        def smallest(self):
+            self.plans.append(SimpleNamespace(time_ratio=3.0))
+            return SimpleNamespace(peak=SimpleNamespace(peak_bytes=100))
+
+        def fastest_within(self, limit):
+            return min(self.plans, key=lambda plan: plan.time_ratio)
+
+    assert _fastest_tiles(Search(), 99).time_ratio == 5.0
+    assert _fastest_tiles(Search(), 100).time_ratio == 3.0

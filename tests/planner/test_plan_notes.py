@@ -28,7 +28,7 @@ def search(ratio):
     """A search whose fastest tiles take `ratio` times the time of the step; that finds none for `None`."""
     tiles = None if ratio is None else Candidate([None], SimpleNamespace(peak_bytes=900), ratio)
     fake = SimpleNamespace(fastest_within=lambda limit: tiles, proposed=lambda limit: tiles, left=[])
-    fake.in_memory = fake
+    fake.in_memory, fake.smallest = fake, Candidate([None], SimpleNamespace(peak_bytes=2**40), 9.0)
     return fake
 
 

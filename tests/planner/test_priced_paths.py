@@ -148,6 +148,18 @@ def test_beam_finds_paths_that_fit_and_are_near_the_optimum(fraction):
     assert min(ratios) >= 1 - 1e-9 and np.mean(ratios) < 1.1
 
 
+@pytest.mark.parametrize("moment", range(8))
+def test_beam_keeps_limits_at_moments_without_a_price(moment):
+    fitting = 0
+    for seed in range(6):
+        stretches = random_problem(seed, frontiers=4)
+        limits = limits_of([path_of(steps) for steps in all_paths(stretches, 4)], 0.1, 8)
+        found = PathBeam(PricedPaths(stretches).graph, 1e-3 * np.eye(8)[moment], limits).fastest()
+        fitting += found is not None
+        assert found is None or found.fits(limits)
+    assert fitting > 0
+
+
 def test_beam_without_a_path_that_fits_finds_none():
     graph = PricedPaths(random_problem(0)).graph
     assert PathBeam(graph, np.ones(10), np.full(10, 1e-3)).fastest() is None

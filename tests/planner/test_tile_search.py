@@ -27,6 +27,7 @@ from rewriters.tiling.tile_planner import Grid, Halo, TileLoop
 from tflms_sft import AutoParams
 from tflms_sft._barriers.barriers import Barriers
 from tflms_sft._search.block_chain import BlockChain, backward_positions
+from tflms_sft._search.chain_stretches import ChainStretches
 from tflms_sft._search.priced_search import PricedSearch
 from tflms_sft._search.segment_tilings import _checkpoint_candidates
 from tflms_sft._search.traced_step import MAX_SKELETONS, analyse_step, predict
@@ -316,3 +317,28 @@ def test_thin_strips_of_a_large_image_are_split_along_their_longest_side(monkeyp
     assert (64, 1) in grids and (96, 1) not in grids and grids[-1] == (512, 2048)
     strips = [grid.spatial for grid in tile_grids.loop_grids(None, [], batch=1, rows_only=True)]
     assert (96, 1) in strips and strips[-1] == (512, 1)
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_skip_without_gradients_takes_memory_until_the_last_layer_that_reads_it(skips):
+    image = x = keras.Input((128, 128, 3), batch_size=1)
+    x = first = layers.Conv2D(16, 3, padding="same", activation="relu")(x)
+    for _ in range(4):
+        x = layers.Conv2D(16, 3, padding="same", activation="relu")(x)
+    x = layers.Add()([first, x]) if skips else x
+    model = model_of(image, layers.Conv2D(2, 3, padding="same")(x))
+    call = tf.function(lambda images: model(images, training=False), autograph=False)
+    traced = analyse_step(call.get_concrete_function(tf.TensorSpec((1, 128, 128, 3))))
+    (component,), _ = find_components(traced.analysis)
+    chain = BlockChain(traced, component)
+    stretches = ChainStretches(traced, [chain])
+    relu, add = (
+        next(number for number, node in enumerate(component.nodes) if node.op in ops)
+        for ops in (("Relu",), ("AddV2", "AddN", "Add") if skips else ("Conv2D",))
+    )
+    begins = [one for one in stretches.stretches if one.begin == 0 and chain.bounds[one.end] == relu + 1]
+    assert len(begins) > 1, "untiled, and in tiles"
+    last = next(number for number, bound in enumerate(chain.bounds) if bound > add) - 1 if skips else 1
+    for stretch in begins:
+        usage = sum(options[0].usage for options in (stretch.ways, *stretch.homes))
+        assert np.all(usage[1 : last + 1] >= 128 * 128 * 16 * 4) and not usage[last + 1 :].any()

@@ -1,5 +1,6 @@
 """Tests of `measure`: peaks, timelines, and restored variables."""
 
+import functools
 import math
 from types import SimpleNamespace
 
@@ -247,17 +248,23 @@ def test_measure_other_object_is_refused(step):
     assert f"of type {type(step).__name__}" in str(e.value)
 
 
+@pytest.fixture
+def set_memory_info(monkeypatch):
+    """Return a function that sets the statistics of all devices, as a function of the name of one."""
+    return functools.partial(monkeypatch.setattr, "tensorflow.config.experimental.get_memory_info")
+
+
 @pytest.mark.parametrize(("peak", "expected"), ((0, None), (800, None), (1100, 1100)))
-def test_read_peak_below_step_bytes_is_none(monkeypatch, peak, expected):
+def test_read_peak_below_step_bytes_is_none(set_memory_info, peak, expected):
     """Some allocators count only blocks above a size."""
-    monkeypatch.setattr("tensorflow.config.experimental.get_memory_info", lambda name: {"peak": peak, "current": 0})
+    set_memory_info(lambda name: {"peak": peak, "current": 0})
     found = read_peak(0, [600, 400])
     assert (found and found.peak_bytes) == expected
 
 
-def test_read_peak_adds_uncounted_small_blocks(monkeypatch, plan_with):
+def test_read_peak_adds_uncounted_small_blocks(set_memory_info, plan_with):
     """oneDNN's CPU allocator keeps no statistics of blocks below 256 KiB."""
-    monkeypatch.setattr("tensorflow.config.experimental.get_memory_info", lambda name: {"peak": 1500, "current": 0})
+    set_memory_info(lambda name: {"peak": 1500, "current": 0})
     plan_with(min_counted_bytes=500, maps_pages=True)
     assert read_peak(650, [600, 400, 300]).peak_bytes == 1500 - 50 + 700
     many = [400] * 10
@@ -265,10 +272,10 @@ def test_read_peak_adds_uncounted_small_blocks(monkeypatch, plan_with):
     assert read_peak(0, [600, 1000, *many]) is None, "not even what is counted"
 
 
-def test_peaks_of_replicas_are_added_up(monkeypatch, plan_with):
+def test_peaks_of_replicas_are_added_up(monkeypatch, set_memory_info, plan_with):
     peaks, reset = {"GPU:0": 1500, "GPU:1": 1700}, []
     info = {name: {"peak": peak, "current": 100} for name, peak in peaks.items()}
-    monkeypatch.setattr("tensorflow.config.experimental.get_memory_info", info.__getitem__)
+    set_memory_info(info.__getitem__)
     monkeypatch.setattr("tensorflow.config.experimental.reset_memory_stats", reset.append)
     plan_with(min_counted_bytes=0, maps_pages=True)
     assert reset_peak((), tuple(peaks)) == 200 and reset == list(peaks)
@@ -279,14 +286,14 @@ def test_peaks_of_replicas_are_added_up(monkeypatch, plan_with):
 
 @pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
 @pytest.mark.parametrize(("seen_from", "expected"), [(0, 0), (256, 0), (2**18, 2**18), (2**30, 0)])
-def test_counted_from_is_determined_by_trial(monkeypatch, seen_from, expected, traced):
+def test_counted_from_is_determined_by_trial(monkeypatch, set_memory_info, seen_from, expected, traced):
     """Also while Keras traces a step, where ops allocate nothing."""
     sizes, found = [], []
 
     def info(name):
         return {"current": sum(size for size in sizes if size >= seen_from)}
 
-    monkeypatch.setattr("tensorflow.config.experimental.get_memory_info", info)
+    set_memory_info(info)
     monkeypatch.setattr("tensorflow.identity", lambda value: tf.executing_eagerly() and sizes.append(value.shape[0]))
 
     @tf.autograph.experimental.do_not_convert

@@ -28,9 +28,9 @@ MAX_PATHS = 10
 """Paths that are modelled for a limit."""
 
 TIGHTENING, MIN_TIGHTNESS = 0.95, -2
-"""Limit of the sums over the one before, after a path that does not fit although the bytes that sums lack are known.
+"""Factor of the limits, once the lacking bytes of a path are known, and its least exponent.
 
-Its exponent is negative, down to the minimum, where a path that fits is found again.
+The exponent rises with each path that does not fit, and falls where a path that fits is found again.
 """
 
 MAX_STALE_PLANS, STALE_TIME_RATIO = 2, 0.99
@@ -149,18 +149,20 @@ class BarrierSearch:
         modelled, fitting = dict[LevelPlan, float](), list[float]()
         for _ in range(count):
             solution = self._priced.fastest_within(limits.at_moments)
-            plan = None if solution.path is None else self._stretches.plan(solution.path)
-            if solution.path is None or plan is None:
-                may_go_on = limits.after_none()
-            elif plan in modelled:
-                may_go_on = limits.after_known(fits=modelled[plan] < np.inf)
-            else:
-                modelled[plan] = self._model(plan, limit)
-                limits.after(self._lacking(solution.path, plan), fits=modelled[plan] < np.inf)
-                fitting += [modelled[plan]] if modelled[plan] < np.inf else []
-                bound = self._stretches.outside_seconds + solution.bound
-                may_go_on = min(fitting, default=np.inf) > (1 + SMALL_GAP) * bound and not _is_settled(fitting)
-            if not may_go_on:
+            if solution.path is None:
+                if not limits.raise_for_none():
+                    break
+                continue
+            plan = self._stretches.plan(solution.path)
+            if plan in modelled:
+                if not limits.change_for_known(fits=modelled[plan] < np.inf):
+                    break
+                continue
+            modelled[plan] = self._model(plan, limit)
+            limits.change(self._lacking(solution.path, plan), fits=modelled[plan] < np.inf)
+            fitting += [modelled[plan]] if modelled[plan] < np.inf else []
+            bound = self._stretches.outside_seconds + solution.bound
+            if _is_settled(fitting) or min(fitting, default=np.inf) <= (1 + SMALL_GAP) * bound:
                 break
         return min(fitting, default=np.inf)
 
@@ -232,10 +234,12 @@ class BarrierSearch:
 
 
 class _SumLimits:
-    """Limits of the sums of the next path, by what the memory model said of those before it.
+    """Limits at each moment that the sums of the next path have to meet.
+
+    They are lower than those of the step by the bytes that the memory model adds to the sums of modelled paths.
 
     Args:
-        available: Bytes at each moment beside those that any plan holds.
+        available: Limits of the step, in bytes, without the bytes that every plan holds.
     """
 
     def __init__(self, available: np.ndarray) -> None:
@@ -245,24 +249,24 @@ class _SumLimits:
 
     @property
     def at_moments(self) -> np.ndarray:
-        """Limits at each moment."""
+        """Bytes at each moment."""
         lacking = 0.0 if self._lacking is None else self._lacking
         limits: np.ndarray = np.maximum(self._available * TIGHTENING**self._tightness - lacking, 0.0)
         return limits
 
-    def after(self, lacking: np.ndarray, *, fits: bool) -> None:
-        """Take note of a path, of the bytes that its sums lack, and whether it fits."""
+    def change(self, lacking: np.ndarray, *, fits: bool) -> None:
+        """Change the limits by a modelled path: the bytes that its sums lack, and whether it fits."""
         lacking, was_known = np.maximum(lacking, 0.0), self._lacking is not None
         self._lacking = lacking if self._lacking is None else (self._lacking + lacking) / 2
         self._tightness = max(self._tightness, 0) + 1 if was_known and not fits else 0
 
-    def after_known(self, *, fits: bool) -> bool:
-        """Change the limits, because a path was found again, and return whether they may be changed."""
+    def change_for_known(self, *, fits: bool) -> bool:
+        """Change the limits after a modelled path was found again, and return whether they may change so far."""
         self._tightness = min(self._tightness, 0) - 1 if fits else max(self._tightness, 0) + 1
         return self._tightness >= MIN_TIGHTNESS
 
-    def after_none(self) -> bool:
-        """Raise the limits, because no path meets them; return whether they may be raised."""
+    def raise_for_none(self) -> bool:
+        """Raise limits that no path meets, and return whether they were raised."""
         self._tightness = 0
         if self._lacking is None:
             return False

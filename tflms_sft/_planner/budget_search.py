@@ -59,7 +59,9 @@ SMALLEST_SWAP, LARGEST_SWAP = 2**16, 2**20
 """Limits of `min_bytes`: smaller tensors are never worth a transfer, larger ones always."""
 
 SLOW_TIME_RATIO = 2.0
-"""Time, over that of the original step, above which a plan notes the time with larger budgets."""
+"""Time, over that of the original step, above which a plan notes the time with larger budgets, and the smallest plan
+competes.
+"""
 
 LARGER_BUDGETS = ((1.25, "a quarter more"), (2.0, "twice as much"))
 """Ratios of larger budgets to the given one, with names; the next if the step is slow with the one before."""
@@ -211,9 +213,9 @@ def feasible_plans(
     _tell(traced, [] if alone is None else [alone])
     tiles, tiled = None, traced.seconds
     if tiled < swapped:
-        tiles = search.fastest_within(limit)
+        tiles = _fastest_tiles(search, limit)
     if tiled < swapped and (tiles is None or not have_room(traced, tiles)):
-        tiles = search.in_memory.fastest_within(limit)
+        tiles = _fastest_tiles(search.in_memory, limit)
     if tiles is not None:
         tiled = max(tiles.time_ratio, 1.0) * traced.seconds
         options.append(of_tiles(traced, tiles, search.left))
@@ -240,6 +242,18 @@ def feasible_plans(
     earlier += [one for one in options if one not in earlier]
     options += [one for one in fitting if one not in options]
     return sorted(options, key=lambda option: (max(option.seconds, traced.seconds), option.peak_bytes))
+
+
+def _fastest_tiles(search: TileSearch, limit: int) -> Candidate | None:
+    """Return the fastest tile plan found within a limit; the smallest plan competes with a slow one.
+
+    An error names the budget and the time of the smallest plan, so that no slower plan may be chosen for that budget.
+    """
+    tiles = search.fastest_within(limit)
+    is_slow = tiles is None or tiles.time_ratio > SLOW_TIME_RATIO
+    if is_slow and search.smallest.peak.peak_bytes <= limit:
+        tiles = search.fastest_within(limit)  # Plans that a search has modelled for the smallest one count.
+    return tiles
 
 
 def _files_allowed(traced: TracedStep, params: AutoParams) -> FileBuffers | None:

@@ -14,7 +14,7 @@ import numpy as np
 from tflms_sft._search.stretch_graph import ROUNDING, Picks, StretchGraph
 
 WIDTH = 60
-"""Paths that are kept at a frontier."""
+"""Paths that are continued from a frontier."""
 
 WAYS_FACTORS = (0.0, 0.5, 1.0, 2.0, 8.0)
 """Factors of the prices at which a stretch chooses its options; it also may have those with the least bytes."""
@@ -77,14 +77,14 @@ class PathBeam:
         none = np.array([-1])
         waiting: list[list[_Begun]] = [[] for _ in range(graph.last + 1)]
         waiting[0].append(_Begun(np.zeros(1), np.zeros(1), np.zeros((1, len(self._allowed))), none, none))
-        kept: list[_Begun] = []
+        expanded: list[_Begun] = []
         count = 0
         for frontier in range(graph.last):
             if waiting[frontier]:
                 begun = _Begun.all_of(waiting[frontier])
                 begun = begun.only(np.argsort(begun.costs, kind="stable")[:WIDTH])
                 waiting[frontier] = []
-                kept.append(begun)
+                expanded.append(begun)
                 for end, longer in self._continued(begun, frontier, count):
                     waiting[end].append(longer)
                 count += len(begun.costs)
@@ -92,7 +92,7 @@ class PathBeam:
             return None
         ended = _Begun.all_of(waiting[graph.last])
         best = ended.only(np.array([np.argmin(ended.seconds)]))
-        return self._picks(int(best.before[0]), int(best.edges[0]), _Begun.all_of(kept))
+        return self._picks(int(best.before[0]), int(best.edges[0]), _Begun.all_of(expanded))
 
     def _continued(self, begun: _Begun, frontier: int, first: int) -> list[tuple[int, _Begun]]:
         """Return the paths with one more stretch that may still fit, by the frontier at its end.
@@ -133,12 +133,12 @@ class PathBeam:
         factors, places = np.nonzero(is_new)
         return factors, places
 
-    def _picks(self, before: int, edge: int, kept: _Begun) -> Picks:
-        """Return the path of an edge and of the edges before it."""
+    def _picks(self, before: int, edge: int, expanded: _Begun) -> Picks:
+        """Return the path that ends with an edge, which continues the expanded path number `before`."""
         numbers, options = list[int](), list[np.ndarray]()
         while edge >= 0:
             factor, number = divmod(edge, len(self._graph.stretches))
             numbers.append(number)
             options.append(self._chosen[factor][self._graph.spans[number]])
-            before, edge = int(kept.before[before]), int(kept.edges[before])
+            before, edge = int(expanded.before[before]), int(expanded.edges[before])
         return self._graph.picks(reversed(numbers), options[::-1])

@@ -40,9 +40,6 @@ MAX_PATHS = 4
 MARGIN = 0.02
 """Fraction of the limit by which it is lowered if a move leads back to a path that does not fit."""
 
-SLOW_TIME_RATIO = 2.0
-"""Time, over that of the original step, above which paths to the smallest plan are candidates for a limit."""
-
 LOWER_RATIO, MAX_LOWER_ROUNDS = 0.95, 8
 """Limit of an attempt to go below the smallest plan so far, over its peak; and attempts."""
 
@@ -108,12 +105,6 @@ class PricedSearch:
             self._search(limit)
             self._searched.add(limit)
         best = self._best(limit)
-        if (
-            self._chains
-            and (best is None or best.time_ratio > SLOW_TIME_RATIO)
-            and self.smallest.peak.peak_bytes <= limit
-        ):
-            best = self._best(limit)  # The paths to the smallest plan count as well.
         return None if best is None else self._planned(best.path)[0]
 
     def _best(self, limit: int) -> ModelledPath | None:

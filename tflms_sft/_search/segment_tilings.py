@@ -281,12 +281,12 @@ class SegmentTilings:
         self._planned_positions = self._to_plan()
 
     def _to_plan(self) -> list[int]:
-        """Return the positions of the grids that are planned: they grow, or are equal strips, which carry least."""
+        """Return the positions of the grids that are planned: each has many more tiles, or strips of equal height."""
         limits = max_tiles(self._traced.analysis, self.segment)
-        rows = limits[first_axis(limits)] if self._halo is Halo.CARRY else math.inf
+        rows, carries = limits[first_axis(limits)], self._halo is Halo.CARRY
         positions = [0]
         for position, grid in enumerate(self.grids):
-            is_equal = rows % math.prod(grid.spatial) == 0
+            is_equal = carries and rows % math.prod(grid.spatial) == 0  # Such strips carry the fewest rows.
             has_grown = grid.num_tiles >= PLANNED_GROWTH * self.grids[positions[-1]].num_tiles
             if position and (is_equal or has_grown or position == len(self.grids) - 1):
                 positions.append(position)
